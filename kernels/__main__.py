@@ -4,7 +4,7 @@ FOLDER`."""
 import sys
 from pathlib import Path
 
-from meshrl.kernels import build
+from meshrl.kernels import library_build
 
 if __name__ == "__main__":
-    build.for_all_kinds(Path(sys.argv[1]))
+    library_build.build_for_all_processors(Path(sys.argv[1]))

@@ -13,19 +13,28 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.kernels.build import library
+from meshrl.kernels.library_build import build_library
 
-WIDTHS = (1, 2, 4, 8)  # bytes of an element
-BLOCK = 64  # elements, at most, that csrc/delta.cpp wants room for before it looks at them
-POINTER, SIZE = ctypes.c_void_p, ctypes.c_int64
+ELEMENT_WIDTHS = (1, 2, 4, 8)  # bytes of an element
+BLOCK_ELEMENTS = 64  # elements, at most, that csrc/delta.cpp wants room for before it looks at them
+C_POINTER, C_INT64 = ctypes.c_void_p, ctypes.c_int64
 SIGNATURES: dict[str, list[Any]] = {
-    "delta_differences": [POINTER, POINTER, SIZE, SIZE, SIZE, POINTER, POINTER],
-    "delta_overwrite": [POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, SIZE, SIZE],
+    "delta_differences": [C_POINTER, C_POINTER, C_INT64, C_INT64, C_INT64, C_POINTER, C_POINTER],
+    "delta_overwrite": [
+        C_POINTER,
+        C_INT64,
+        C_INT64,
+        C_INT64,
+        C_POINTER,
+        C_POINTER,
+        C_INT64,
+        C_INT64,
+    ],
 }
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 
-class Differences(NamedTuple):
+class ElementDifferences(NamedTuple):
     """The elements that differ, in their order."""
 
     gaps: NDArray[np.uint32]  # [changed]: elements between the one before, or the begin, and it
@@ -33,62 +42,78 @@ class Differences(NamedTuple):
 
 
 @cache
-def functions() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The library, built on first use; None if it cannot be."""
-    built = library("delta")
+    built = build_library("delta")
     if built.path is None:
         return None
-    return built.bound(SIGNATURES, SIZE)
+    return built.load_with_signatures(SIGNATURES, C_INT64)
 
 
-def differences(old: Bytes, now: Bytes, width: int, most: int) -> Differences | None:
+def find_differences(
+    old: ByteArray, new: ByteArray, width: int, max_differences: int
+) -> ElementDifferences | None:
     """The elements of `width` bytes in which two runs of as many bytes differ; None when they are
     more than `most`.
     """
-    if len(old) != len(now) or len(now) % width:
-        raise ValueError(f"runs of {len(old)} and {len(now)} bytes, elements of {width}")
-    native = functions()
+    if len(old) != len(new) or len(new) % width:
+        raise ValueError(f"runs of {len(old)} and {len(new)} bytes, elements of {width}")
+    native = load_library()
     if native is None:
-        return plain_differences(old, now, width, most)
-    room = min(most, len(now) // width) + BLOCK
+        return find_differences_numpy(old, new, width, max_differences)
+    room = min(max_differences, len(new) // width) + BLOCK_ELEMENTS
     gaps, values = np.empty(room, np.uint32), np.empty(room, f"u{width}")
     found = native.delta_differences(
-        *(old.ctypes.data, now.ctypes.data, len(now), width, room),
+        *(old.ctypes.data, new.ctypes.data, len(new), width, room),
         *(gaps.ctypes.data, values.ctypes.data),
     )
-    return None if not 0 <= found <= most else Differences(gaps[:found], values[:found])
+    return (
+        None
+        if not 0 <= found <= max_differences
+        else ElementDifferences(gaps[:found], values[:found])
+    )
 
 
-def plain_differences(old: Bytes, now: Bytes, width: int, most: int) -> Differences | None:
+def find_differences_numpy(
+    old: ByteArray, new: ByteArray, width: int, max_differences: int
+) -> ElementDifferences | None:
     """The same by NumPy."""
-    changed = now.view(f"u{width}")
+    changed = new.view(f"u{width}")
     places = np.flatnonzero(old.view(f"u{width}") != changed)
-    if len(places) > most:
+    if len(places) > max_differences:
         return None
-    return Differences(np.diff(places, prepend=-1).astype(np.uint32) - 1, changed[places])
+    return ElementDifferences(np.diff(places, prepend=-1).astype(np.uint32) - 1, changed[places])
 
 
-def overwrite(
-    block: Bytes, first: int, positions: NDArray[np.uint32], values: NDArray[Any], begin: int
+def overwrite_elements(
+    block: ByteArray,
+    first_element: int,
+    positions: NDArray[np.uint32],
+    values: NDArray[Any],
+    first_value: int,
 ) -> int:
     """Writes values over a block of a run that begins with its element `first`, those from `begin`
     on whose `positions`, which rise, lie in it; the number of the value after them.
     """
-    native, width = functions(), values.itemsize
+    native, width = load_library(), values.itemsize
     if native is None:
-        return plain_overwrite(block, first, positions, values, begin)
+        return overwrite_elements_numpy(block, first_element, positions, values, first_value)
     written: int = native.delta_overwrite(
-        *(block.ctypes.data, first, len(block) // width, width),
-        *(positions.ctypes.data, values.ctypes.data, begin, len(values)),
+        *(block.ctypes.data, first_element, len(block) // width, width),
+        *(positions.ctypes.data, values.ctypes.data, first_value, len(values)),
     )
     return written
 
 
-def plain_overwrite(
-    block: Bytes, first: int, positions: NDArray[np.uint32], values: NDArray[Any], begin: int
+def overwrite_elements_numpy(
+    block: ByteArray,
+    first_element: int,
+    positions: NDArray[np.uint32],
+    values: NDArray[Any],
+    first_value: int,
 ) -> int:
     """The same by NumPy."""
     elements = block.view(values.dtype)
-    end = int(np.searchsorted(positions, first + len(elements)))
-    elements[positions[begin:end].astype(np.int64) - first] = values[begin:end]
+    end = int(np.searchsorted(positions, first_element + len(elements)))
+    elements[positions[first_value:end].astype(np.int64) - first_element] = values[first_value:end]
     return end

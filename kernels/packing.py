@@ -19,25 +19,27 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, sqrt
 
-from meshrl.kernels.cost import BinCost
+from meshrl.kernels.bin_cost import BinCost
 
 Bin = list[int]  # indices of sequences
 Round = list[Bin]  # one bin for each rank; some may be empty
 
 # Rounds' worth of tokens to choose from before one is packed: more, and bins are fuller.
-AHEAD = 2.0
-STEPS = 32  # sizes of a bin between a power of two and the next: at most a 32nd is padding
+LOOKAHEAD_ROUNDS = 2.0
+SIZES_PER_DOUBLING = (
+    32  # sizes of a bin between a power of two and the next: at most a 32nd is padding
+)
 # Shares of a round's budget that are tried as it streams.
-FILLS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.78)
-FEW = 20_000  # sequences times rounds, up to which every plan is made and worked out
-MORE = 4  # rounds beyond the fewest that are tried: bins less full can be more level
-GOOD = 3e-4  # share by which a plan may be worse than any could be, and is taken
-EXCHANGES = 8  # in a round, for each rank
-LEVEL = 1e-5  # share of the cost by which bins may differ and count as level
+FILL_RATIOS = (1.0, 0.97, 0.94, 0.9, 0.86, 0.82, 0.78)
+SMALL_PROBLEM_SIZE = 20_000  # sequences times rounds, up to which every plan is made and worked out
+MAX_EXTRA_ROUNDS = 4  # rounds beyond the fewest that are tried: bins less full can be more level
+ACCEPTED_GAP = 3e-4  # share by which a plan may be worse than any could be, and is taken
+EXCHANGES_PER_RANK = 8  # in a round, for each rank
+BALANCE_TOLERANCE = 1e-5  # share of the cost by which bins may differ and count as level
 
 
 def pack_rounds(
-    lengths: Sequence[int], budget: int, ranks: int = 1, cost: BinCost | None = None
+    lengths: Sequence[int], budget_tokens: int, ranks: int = 1, cost: BinCost | None = None
 ) -> list[Round]:
     """Rounds of `ranks` bins of at most `budget` tokens that hold every sequence once.
 
@@ -48,30 +50,30 @@ def pack_rounds(
         raise ValueError("a sequence to pack has no tokens")
     if not lengths:
         return []
-    problem = _Problem(lengths, budget, ranks, cost or BinCost())
+    problem = _PackingProblem(lengths, budget_tokens, ranks, cost or BinCost())
     best: list[Round] = []
     least = inf
-    for bins in problem.candidates():
-        rounds = problem.grouped(bins)
+    for bins in problem.iter_candidates():
+        rounds = problem.group_into_rounds(bins)
         if problem.is_small:
-            rounds = [problem.exchanged(one) for one in rounds]
-        if (takes := problem.makespan(rounds)) < least:
+            rounds = [problem.balance_round(one) for one in rounds]
+        if (takes := problem.compute_makespan(rounds)) < least:
             best, least = rounds, takes
-        if least <= problem.bound(len(best)) * (1 + GOOD):
+        if least <= problem.compute_lower_bound(len(best)) * (1 + ACCEPTED_GAP):
             break
-    return best if problem.is_small else [problem.exchanged(one) for one in best]
+    return best if problem.is_small else [problem.balance_round(one) for one in best]
 
 
-def makespan(rounds: Iterable[Round], lengths: Sequence[int], cost: BinCost) -> float:
+def compute_makespan(rounds: Iterable[Round], lengths: Sequence[int], cost: BinCost) -> float:
     """The cost of rounds when ranks wait for each other: the sum of each round's dearest bin."""
-    return sum(max(cost.of([lengths[i] for i in bin]) for bin in one) for one in rounds)
+    return sum(max(cost.estimate_bin([lengths[i] for i in bin]) for bin in one) for one in rounds)
 
 
-def padded_places(tokens: int) -> int:
+def get_padded_size(tokens: int) -> int:
     """A size for a bin of so many tokens, from a few: compiled graphs and blocks of memory are kept
     by size. At most a 32nd is padding.
     """
-    step = max(16, 1 << max(0, tokens.bit_length() - 1 - STEPS.bit_length() + 1))
+    step = max(16, 1 << max(0, tokens.bit_length() - 1 - SIZES_PER_DOUBLING.bit_length() + 1))
     return -(-tokens // step) * step
 
 
@@ -81,85 +83,88 @@ class RoundPacker:
     A round is packed from twice the tokens that it holds, long and short ones as they come.
     """
 
-    def __init__(self, budget: int, ranks: int = 1, cost: BinCost | None = None) -> None:
-        self._budget, self._ranks, self._cost = budget, ranks, cost or BinCost()
-        self._left: dict[int, int] = {}  # length of each sequence that waits
-        self._count = 0  # sequences that came
+    def __init__(self, budget_tokens: int, ranks: int = 1, cost: BinCost | None = None) -> None:
+        self._budget, self._ranks, self._cost = budget_tokens, ranks, cost or BinCost()
+        self._pending_lengths: dict[int, int] = {}  # length of each sequence that waits
+        self._num_added = 0  # sequences that came
 
-    def add(self, lengths: Sequence[int]) -> list[Round]:
+    def add_sequences(self, lengths: Sequence[int]) -> list[Round]:
         """The rounds that are full now; sequences are numbered in the order in which they came."""
-        self._left.update(enumerate(lengths, self._count))
-        self._count += len(lengths)
+        self._pending_lengths.update(enumerate(lengths, self._num_added))
+        self._num_added += len(lengths)
         rounds = []
-        while sum(self._left.values()) >= AHEAD * self._budget * self._ranks:
-            items = list(self._left)
-            lengths_left = [self._left[i] for i in items]
-            problem = _Problem(lengths_left, self._budget, self._ranks, self._cost)
+        while sum(self._pending_lengths.values()) >= LOOKAHEAD_ROUNDS * self._budget * self._ranks:
+            items = list(self._pending_lengths)
+            lengths_left = [self._pending_lengths[i] for i in items]
+            problem = _PackingProblem(lengths_left, self._budget, self._ranks, self._cost)
             rounds.append(
-                self._taken(
-                    items, problem.exchanged(max(map(problem.sampled, FILLS), key=problem.use))
+                self._take_round(
+                    items,
+                    problem.balance_round(
+                        max(map(problem.sample_round, FILL_RATIOS), key=problem.compute_utilization)
+                    ),
                 )
             )
         return rounds
 
     def flush(self) -> list[Round]:
         """The rounds of all that is left."""
-        items = list(self._left)
-        lengths = [self._left[i] for i in items]
+        items = list(self._pending_lengths)
+        lengths = [self._pending_lengths[i] for i in items]
         rounds = pack_rounds(lengths, self._budget, self._ranks, self._cost)
-        return [self._taken(items, one) for one in rounds]
+        return [self._take_round(items, one) for one in rounds]
 
-    def _taken(self, items: list[int], one: Round) -> Round:
+    def _take_round(self, items: list[int], one: Round) -> Round:
         taken = [[items[i] for i in bin] for bin in one]
         for bin in taken:
             for i in bin:
-                del self._left[i]
+                del self._pending_lengths[i]
         return taken
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBin:
     items: Bin = field(default_factory=list)
     tokens: int = 0
     cost: float = 0.0  # sum over its sequences
 
 
-class _Problem:
+class _PackingProblem:
     """One set of lengths, with what each costs; `order` is longest first."""
 
     def __init__(self, lengths: Sequence[int], budget: int, ranks: int, cost: BinCost) -> None:
         self.lengths, self.budget, self.ranks, self.cost = lengths, budget, ranks, cost
-        self.costs = [cost.sequence(length) for length in lengths]
+        self.costs = [cost.estimate_sequence(length) for length in lengths]
         self.order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-        self.is_small = len(lengths) * sum(lengths) <= FEW * budget * ranks
+        self.is_small = len(lengths) * sum(lengths) <= SMALL_PROBLEM_SIZE * budget * ranks
 
-    def makespan(self, rounds: list[Round]) -> float:
+    def compute_makespan(self, rounds: list[Round]) -> float:
         return sum(
-            max(sum(self.costs[i] for i in bin) + self.cost.bin * bool(bin) for bin in one)
+            max(sum(self.costs[i] for i in bin) + self.cost.per_bin * bool(bin) for bin in one)
             for one in rounds
         )
 
-    def bound(self, rounds: int) -> float:
+    def compute_lower_bound(self, rounds: int) -> float:
         """No plan of so many rounds takes less."""
-        return sum(self.costs) / self.ranks + rounds * self.cost.bin
+        return sum(self.costs) / self.ranks + rounds * self.cost.per_bin
 
-    def candidates(self) -> Iterator[list[Bin]]:
+    def iter_candidates(self) -> Iterator[list[Bin]]:
         """Ways to fill as few bins as possible, and one round more where that may pay."""
         if self.ranks == 1:
-            yield self._best_fit()
+            yield self._pack_best_fit()
             return
         alone = [length for length in self.lengths if length > self.budget]
         fewest = len(alone) + -(-(sum(self.lengths) - sum(alone)) // self.budget)
         least = -(-fewest // self.ranks)
-        for rounds in range(least, least + MORE):
-            bins = [_Open() for _ in range(rounds * self.ranks)]
-            if not self._level(bins, self.order, inf):  # every sequence has found room
+        for rounds in range(least, least + MAX_EXTRA_ROUNDS):
+            bins = [_OpenBin() for _ in range(rounds * self.ranks)]
+            if not self._assign_to_cheapest(bins, self.order, inf):  # every sequence has found room
                 yield [bin.items for bin in bins]
-        yield self._best_fit()
+        yield self._pack_best_fit()
         if self.is_small:
-            yield self._round_by_round(least)
+            yield self._pack_round_by_round(least)
 
-    def _best_fit(self) -> list[Bin]:
+    def _pack_best_fit(self) -> list[Bin]:
         bins: list[Bin] = []
         room: list[tuple[int, int]] = []  # (tokens free, bin)
         shortest = self.lengths[self.order[-1]]
@@ -176,22 +181,22 @@ class _Problem:
                 insort(room, (free - length, bin))
         return bins
 
-    def _round_by_round(self, rounds: int) -> list[Bin]:
+    def _pack_round_by_round(self, rounds: int) -> list[Bin]:
         """Each round levelled by itself, to what is left for each or to its longest sequence."""
         left = self.order
         made: list[Bin] = []
         while left:
             still = max(1, rounds - len(made) // self.ranks)
             share = sum(self.costs[i] for i in left) / (still * self.ranks)
-            bins = [_Open() for _ in range(self.ranks)]
-            left = self._level(bins, left, max(share, self.costs[left[0]]))
+            bins = [_OpenBin() for _ in range(self.ranks)]
+            left = self._assign_to_cheapest(bins, left, max(share, self.costs[left[0]]))
             made += [bin.items for bin in bins]
         return made
 
-    def sampled(self, fill: float) -> Round:
+    def sample_round(self, fill_ratio: float) -> Round:
         """A round of every so manieth sequence, to about `fill` of its budget; then of others that
         still fit but make no bin dearer than the dearest."""
-        share = fill * self.ranks * self.budget / sum(self.lengths)
+        share = fill_ratio * self.ranks * self.budget / sum(self.lengths)
         seen, taken, chosen, others = 0.0, 0, [], []
         for i in self.order:
             seen += share * self.lengths[i]
@@ -200,17 +205,19 @@ class _Problem:
                 taken += self.lengths[i]
             else:
                 others.append(i)
-        bins = [_Open() for _ in range(self.ranks)]
-        self._level(bins, chosen, inf)
-        self._level(bins, others, max(bin.cost for bin in bins))
+        bins = [_OpenBin() for _ in range(self.ranks)]
+        self._assign_to_cheapest(bins, chosen, inf)
+        self._assign_to_cheapest(bins, others, max(bin.cost for bin in bins))
         return [bin.items for bin in bins]
 
-    def use(self, one: Round) -> float:
+    def compute_utilization(self, one: Round) -> float:
         """Which share of a round's time its ranks compute."""
         costs = [sum(self.costs[i] for i in bin) for bin in one]
-        return sum(costs) / (len(costs) * (max(costs) + self.cost.bin))
+        return sum(costs) / (len(costs) * (max(costs) + self.cost.per_bin))
 
-    def _level(self, bins: list[_Open], items: list[int], limit: float) -> list[int]:
+    def _assign_to_cheapest(
+        self, bins: list[_OpenBin], items: list[int], limit: float
+    ) -> list[int]:
         """Puts `items`, longest first, into the cheapest bin each that has room and stays within
         `limit`; those that none has room for.
 
@@ -229,46 +236,46 @@ class _Problem:
                 bin = bins[open_bins[0][1]]
                 room = self.budget - bin.tokens
                 if room > 0 and limit < inf:
-                    room = min(room, int(self._length_of(limit - bin.cost)))
+                    room = min(room, int(self._get_length_for_cost(limit - bin.cost)))
                 if room >= length or not bin.items:
                     break
                 heappush(waiting, (-room, heappop(open_bins)[1]))
             else:
                 rest.append(i)
                 continue
-            _put(bin, i, length, self.costs[i])
+            _add_to_bin(bin, i, length, self.costs[i])
             heapreplace(open_bins, (bin.cost, open_bins[0][1]))
         return rest
 
-    def _length_of(self, cost: float) -> float:
+    def _get_length_for_cost(self, cost: float) -> float:
         if cost <= 0:
             return 0.0
-        token, square = self.cost.token, self.cost.square
+        token, square = self.cost.per_token, self.cost.per_square
         return 2 * cost / (token + sqrt(token * token + 4 * square * cost))
 
-    def grouped(self, bins: list[Bin]) -> list[Round]:
+    def group_into_rounds(self, bins: list[Bin]) -> list[Round]:
         """Bins of similar cost share a round, dearest first."""
         bins = [bin for bin in bins if bin]
         bins.sort(key=lambda bin: (-sum(self.costs[i] for i in bin), bin[0]))
         bins += [[] for _ in range(-len(bins) % self.ranks)]
         return [bins[i : i + self.ranks] for i in range(0, len(bins), self.ranks)]
 
-    def exchanged(self, one: Round) -> Round:
+    def balance_round(self, one: Round) -> Round:
         """The same sequences, moved or swapped between the dearest bin and the cheapest while that
         makes the dearest cheaper."""
         bins = [
-            _Open(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
+            _OpenBin(list(bin), sum(self.lengths[i] for i in bin), sum(self.costs[i] for i in bin))
             for bin in one
         ]
-        for _ in range(EXCHANGES * self.ranks if self.ranks > 1 else 0):
+        for _ in range(EXCHANGES_PER_RANK * self.ranks if self.ranks > 1 else 0):
             high = max(range(len(bins)), key=lambda b: (bins[b].cost, b))
             low = min(range(len(bins)), key=lambda b: (bins[b].cost, b))
-            level = bins[high].cost - bins[low].cost <= LEVEL * bins[high].cost
-            if level or not self._exchange(bins[high], bins[low]):
+            level = bins[high].cost - bins[low].cost <= BALANCE_TOLERANCE * bins[high].cost
+            if level or not self._exchange_sequences(bins[high], bins[low]):
                 break
         return [bin.items for bin in bins]
 
-    def _exchange(self, high: _Open, low: _Open) -> bool:
+    def _exchange_sequences(self, high: _OpenBin, low: _OpenBin) -> bool:
         """Makes the exchange that levels two bins best; False if none does."""
         gap = high.cost - low.cost
         wanted, room = gap / 2, self.budget - low.tokens
@@ -284,7 +291,7 @@ class _Problem:
             if length <= room:
                 best = min(best, (abs(wanted - self.costs[i]), i, None), key=lambda x: x[0])
             # Sequences of the cheaper bin that are about `wanted` cheaper than this one.
-            at = bisect_left(sizes, self._length_of(self.costs[i] - wanted))
+            at = bisect_left(sizes, self._get_length_for_cost(self.costs[i] - wanted))
             for j in offered[max(0, at - 1) : at + 1]:
                 fits = self.lengths[i] - self.lengths[j] <= room
                 if fits and self.lengths[j] <= self.budget:
@@ -293,18 +300,18 @@ class _Problem:
         _, i, other = best
         if i < 0:
             return False
-        self._move(i, high, low)
+        self._move_sequence(i, high, low)
         if other is not None:
-            self._move(other, low, high)
+            self._move_sequence(other, low, high)
         return True
 
-    def _move(self, i: int, source: _Open, target: _Open) -> None:
+    def _move_sequence(self, i: int, source: _OpenBin, target: _OpenBin) -> None:
         source.items.remove(i)
-        _put(source, None, -self.lengths[i], -self.costs[i])
-        _put(target, i, self.lengths[i], self.costs[i])
+        _add_to_bin(source, None, -self.lengths[i], -self.costs[i])
+        _add_to_bin(target, i, self.lengths[i], self.costs[i])
 
 
-def _put(bin: _Open, item: int | None, tokens: int, cost: float) -> None:
+def _add_to_bin(bin: _OpenBin, item: int | None, tokens: int, cost: float) -> None:
     if item is not None:
         bin.items.append(item)
     bin.tokens += tokens

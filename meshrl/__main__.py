@@ -7,11 +7,14 @@ import sys
 
 from meshrl.cli import app
 from meshrl.common.base.errors import MeshError
-from meshrl.common.base.host.terminal import print_traceback, visible
-from meshrl.common.mesh.process.entry.child import PRIVATE
-from meshrl.directory import user
+from meshrl.common.base.host.terminal import escape_controls, print_traceback
+from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
+from meshrl.directory import process_user
 
-STAY = (["up"], ["join"])  # they have a home directory for themselves and what they start
+LONG_LIVED_COMMANDS = (
+    ["up"],
+    ["join"],
+)  # they have a home directory for themselves and what they start
 
 
 def main() -> None:
@@ -19,13 +22,13 @@ def main() -> None:
     error may come from models and other hosts.
     """
     if sys.argv[1:2] != ["init"]:  # whom the files of a project are for, its author says
-        os.umask(PRIVATE)
-    if sys.argv[1:2] not in STAY:
-        user.settle_anywhere()
+        os.umask(PRIVATE_UMASK)
+    if sys.argv[1:2] not in LONG_LIVED_COMMANDS:
+        process_user.ensure_temporary_home()
     try:
         app()
     except MeshError as error:
-        print(visible(f"error: {error}"), file=sys.stderr)
+        print(escape_controls(f"error: {error}"), file=sys.stderr)
         sys.exit(1)
     except Exception as error:  # a fault of MeshRL
         print_traceback(type(error), error, error.__traceback__)

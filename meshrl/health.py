@@ -12,11 +12,11 @@ import time
 from http.client import HTTPConnection, HTTPException
 from urllib.parse import urlsplit
 
-ALL_S = 2.5  # orchestrators give a probe three seconds and less
-MOST_BYTES = 1 << 16  # a page of metrics is longer; a reason is a line
+TIMEOUT_S = 2.5  # orchestrators give a probe three seconds and less
+MAX_BYTES = 1 << 16  # a page of metrics is longer; a reason is a line
 
 
-def asked(url: str) -> tuple[bool, str]:
+def probe_url(url: str) -> tuple[bool, str]:
     """Whether `url` answers 200 in time, and what was said."""
     shown = "***" if "@" in url else url.partition("?")[0]  # no user or password is needed
     try:
@@ -26,15 +26,17 @@ def asked(url: str) -> tuple[bool, str]:
         where, port = urlsplit(""), 0
     if where.scheme != "http" or not where.hostname or not port:
         return False, f"{shown!r} is no URL of a page: http://HOST:PORT/readyz"
-    connection = HTTPConnection(where.hostname, port, timeout=ALL_S)
-    late = threading.Timer(ALL_S, _cut, [connection])  # one that drips is not ended by a time-out
+    connection = HTTPConnection(where.hostname, port, timeout=TIMEOUT_S)
+    late = threading.Timer(
+        TIMEOUT_S, _shut_down_connection, [connection]
+    )  # one that drips is not ended by a time-out
     late.daemon = True
     late.start()
     began = time.monotonic()
     try:
         connection.request("GET", where.path or "/livez", headers={"Connection": "close"})
         answer = connection.getresponse()
-        said = answer.read(MOST_BYTES).decode(errors="replace").strip()
+        said = answer.read(MAX_BYTES).decode(errors="replace").strip()
     except (OSError, HTTPException) as error:
         said = str(error) or type(error).__name__
         return False, f"{shown} does not answer ({time.monotonic() - began:.1f} s): {said}"
@@ -43,10 +45,10 @@ def asked(url: str) -> tuple[bool, str]:
         connection.close()
     if answer.status != 200:
         return False, f"{answer.status} {said}"
-    return (False, "it did not end") if time.monotonic() - began > ALL_S else (True, said)
+    return (False, "it did not end") if time.monotonic() - began > TIMEOUT_S else (True, said)
 
 
-def _cut(connection: HTTPConnection) -> None:
+def _shut_down_connection(connection: HTTPConnection) -> None:
     if connection.sock is not None:
         connection.sock.shutdown(socket.SHUT_RDWR)
 
@@ -56,7 +58,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m meshrl.health http://HOST:PORT/readyz", file=sys.stderr)
         return 1
-    well, said = asked(sys.argv[1])
+    well, said = probe_url(sys.argv[1])
     print(said)
     return 0 if well else 1
 

@@ -1,3 +1,3 @@
 """Virtual time: loop, processes, hosts, network, state, Redis, and a whole mesh of them in `mesh`.
-Open `loop.py` first.
+Open `virtual_loop.py` first.
 """

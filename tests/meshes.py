@@ -12,25 +12,25 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.host.settings import SECRET_BYTES, MeshSettings
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import Host, SystemHost
-from meshrl.common.mesh.runtime.doorway import LOOK_S, Doorway
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.transport.address import bulk_key_text
+from meshrl.common.mesh.runtime.process_credentials import LOOKUP_TIMEOUT_S, ProcessCredentials
+from meshrl.common.mesh.transport.address import format_bulk_key
 from meshrl.common.mesh.transport.base import Transport
-from meshrl.common.mesh.transport.keys import Holders, ProcessKeys
-from meshrl.common.mesh.transport.zmq import ZmqTransport
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.redis.client import State, sync_client
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.mesh.transport.keys import KeyHolders, ProcessKeys
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.redis.client import StateClient, open_sync_client
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests import ends
 
 SECRET = "5e" * SECRET_BYTES  # of the meshes that tests make
 # Of meshes within a process of tests: where the machine stands still for a while, it is not to end.
-PATIENT: dict[str, Any] = {"ttl_s": 60.0, "stall_s": 60.0}
+PATIENT: dict[str, Any] = {"ttl_s": 60.0, "stall_limit_s": 60.0}
 
 
-_HOLDERS: defaultdict[str, dict[str, Holders]] = defaultdict(dict)  # by mesh and public key
+_HOLDERS: defaultdict[str, dict[str, KeyHolders]] = defaultdict(dict)  # by mesh and public key
 
 
 def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
@@ -40,24 +40,26 @@ def keys_of(role: str, mesh: str = "", *, known: bool = True) -> ProcessKeys:
     holders = _HOLDERS[mesh]
     keys = ProcessKeys(lambda asked: [holders.get(key, ()) for key in asked], time.monotonic)
     if known:
-        holders[keys.public] = holders[bulk_key_text(keys.bulk_public)] = (f"{role}@here",)
+        holders[keys.public_key_text] = holders[format_bulk_key(keys.bulk_public_key)] = (
+            f"{role}@here",
+        )
     return keys
 
 
 async def entered(
-    name: str, role: str, settings: MeshSettings, state: State, clock: Clock
-) -> Doorway:
+    name: str, role: str, settings: MeshSettings, state: StateClient, clock: Clock
+) -> ProcessCredentials:
     """Return the doorway of a process whose key is registered in the mesh's Redis."""
-    await doors.admit_host(state, settings.host)
-    client = sync_client(settings.redis_url, LOOK_S)
-    return await Doorway.enter(name, role, settings.host, state, client, clock)
+    await credentials.admit_host(state, settings.host)
+    client = open_sync_client(settings.redis_url, LOOKUP_TIMEOUT_S)
+    return await ProcessCredentials.register(name, role, settings.host, state, client, clock)
 
 
 def curve(socket: zmq.Socket[bytes], keys: ProcessKeys, address: str) -> None:
     """Make a socket that calls `address` with these keys, and need follow no rules."""
-    socket.set(zmq.CURVE_SERVERKEY, keys.asked(address))
-    socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
-    socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+    socket.set(zmq.CURVE_SERVERKEY, keys.find_expected_key(address))
+    socket.set(zmq.CURVE_PUBLICKEY, keys.own_pair.public)
+    socket.set(zmq.CURVE_SECRETKEY, keys.own_pair.secret)
 
 
 def begun(header: bytes, body: bytes = b"") -> bytes:
@@ -68,18 +70,21 @@ def begun(header: bytes, body: bytes = b"") -> bytes:
 def alone(name: str, clock: Clock, random: Random, host: Host, **options: Any) -> Mesh:
     """With a Redis and a network of its own, which nobody else is in."""
     network = MemoryNetwork(clock, random.child("network"))
-    defaults: dict[str, Any] = {"state": simulated_state(clock), "kind": name.partition("/")[0]}
+    defaults: dict[str, Any] = {
+        "state": open_simulated_state(clock),
+        "kind": name.partition("/")[0],
+    }
     transport = MemoryTransport(network, f"mem://{name}")
     return made(name, transport, clock, random, defaults | {"host": host} | options)
 
 
-def on_sockets(name: str, state: State, clock: Clock, **options: Any) -> Mesh:
+def on_sockets(name: str, state: StateClient, clock: Clock, **options: Any) -> Mesh:
     """Beside others that share `state`, on a real host."""
     about: dict[str, Any] = (
         {"kind": "test", "host": SystemHost(), "on_lost": ends.lost} | PATIENT | options
     )
     transport = about.pop("transport", None) or ZmqTransport(keys=keys_of(about["kind"]))
-    return made(name, transport, clock, Random.system(), about | {"state": state})
+    return made(name, transport, clock, Random.from_os_entropy(), about | {"state": state})
 
 
 def made(
@@ -91,6 +96,6 @@ def made(
         names = cls.__dataclass_fields__
         return cls(**more, **{key: about.pop(key) for key in names if key in about})
 
-    kind, terms, access = about.pop("kind"), part(Terms), part(Access)
-    seams = part(Seams, transport=transport, clock=clock, random=random)
+    kind, terms, access = about.pop("kind"), part(LeaseTerms), part(AccessRules)
+    seams = part(MeshDependencies, transport=transport, clock=clock, random=random)
     return Mesh(name, kind, seams, terms=terms, access=access, **about)

@@ -11,11 +11,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
-from meshrl.launch.services import plan
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.launch.services import service_plan
 from tests.load import scaled
 
 LISTENS_S = 60.0
@@ -34,16 +34,16 @@ class TestNursery:
 
     def start(self) -> None:
         """Returns at once: until it listens, processes are executed."""
-        if NURSERY_ENV in os.environ:
+        if FORK_SERVER_ENV in os.environ:
             return
         socket = Path(self._scratch.name) / "nursery"
         self._child = SystemHost().spawn(
-            plan.nursery(socket),
+            service_plan.build_fork_server_command(socket),
             name="nursery",
-            env={NURSERY_ENV: OFF, "OMP_NUM_THREADS": "1"},
-            how=Spawning(own_session=True),
+            env={FORK_SERVER_ENV: FORK_SERVER_OFF, "OMP_NUM_THREADS": "1"},
+            options=SpawnOptions(own_session=True),
         )
-        os.environ[NURSERY_ENV] = str(socket)
+        os.environ[FORK_SERVER_ENV] = str(socket)
 
     def start_of_own(self) -> int:
         """Start one for this process alone, as a fork of the one that its environment names, and
@@ -51,10 +51,12 @@ class TestNursery:
         """
         socket = Path(self._scratch.name) / "nursery"
         self._child = SystemHost().spawn(
-            plan.nursery(socket), name="nursery", how=Spawning(own_session=True)
+            service_plan.build_fork_server_command(socket),
+            name="nursery",
+            options=SpawnOptions(own_session=True),
         )
         wait_until_listening(self._child, socket)
-        os.environ[NURSERY_ENV] = str(socket)
+        os.environ[FORK_SERVER_ENV] = str(socket)
         return self._child.pid
 
     def close(self) -> None:
@@ -63,7 +65,7 @@ class TestNursery:
             self._child.kill()
             while self._child.poll() is None:
                 time.sleep(0.01)
-            del os.environ[NURSERY_ENV]
+            del os.environ[FORK_SERVER_ENV]
         self._scratch.cleanup()
 
 

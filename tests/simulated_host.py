@@ -19,14 +19,14 @@ from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost
 from meshrl.common.base.files.append_file import AppendFile
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.cores import Cores
-from meshrl.common.mesh.process.ends.failure import Failure
-from meshrl.common.mesh.process.ends.limits import Room
-from meshrl.common.mesh.process.handle import Child, Usage
-from meshrl.common.mesh.process.host import own_start_time, replace_file
-from meshrl.common.mesh.process.starting import PLAIN, Spawning
-from meshrl.sim.loop import run_virtual
-from meshrl.sim.machine import PLENTY
+from meshrl.common.mesh.process.child_handle import ChildProcess, ProcessUsage
+from meshrl.common.mesh.process.diagnosis.failure import Failure
+from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
+from meshrl.common.mesh.process.host import read_own_start_time, replace_file
+from meshrl.common.mesh.process.processor_usage import ProcessorUsage
+from meshrl.common.mesh.process.spawning import DEFAULT_OPTIONS, SpawnOptions
+from meshrl.sim.virtual_loop import run_virtual
+from meshrl.sim.virtual_machine import AMPLE_SPACE
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class SimulatedChild:
             else:
                 error = task.exception()
                 if error is not None and not isinstance(error, SimulatedExit):
-                    self.failure = Failure.of(error)
+                    self.failure = Failure.from_error(error)
                 self._code = error.code if isinstance(error, SimulatedExit) else int(bool(error))
         self._ended.set()
 
@@ -110,8 +110,8 @@ class SimulatedChild:
     def close(self) -> None:
         """Nothing to close: the channel is two queues."""
 
-    def usage(self) -> Usage | None:
-        return None if self._ended.is_set() else Usage(0.0, 0.0, "S")
+    def read_usage(self) -> ProcessUsage | None:
+        return None if self._ended.is_set() else ProcessUsage(0.0, 0.0, "S")
 
 
 class _SimulatedTicker:
@@ -147,8 +147,8 @@ class SimulatedHost:
         self._clock, self._random = clock, random
         self._programs = dict(programs or {})
         self.disk_bytes = disk_bytes
-        self.left = PLENTY
-        self.processors = Cores(0, 0.0)  # what runs here takes no time of a processor
+        self.left = AMPLE_SPACE
+        self.processors = ProcessorUsage(0, 0.0)  # what runs here takes no time of a processor
         self.children: dict[int, SimulatedChild] = {}
 
     def spawn(
@@ -158,7 +158,7 @@ class SimulatedHost:
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        how: Spawning = PLAIN,
+        options: SpawnOptions = DEFAULT_OPTIONS,
     ) -> SimulatedChild:
         module, arguments = (argv[2], argv[3:]) if argv[1:2] == ["-m"] else (argv[0], argv[1:])
         program = self._programs.get(module)
@@ -176,11 +176,11 @@ class SimulatedHost:
 
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
-    ) -> Child | None:
+    ) -> ChildProcess | None:
         child = self.children.get(pid)
         return child if child is not None and child.poll() is None else None
 
-    def every(
+    def run_periodically(
         self, interval_s: float, fn: Callable[[], bool | None], name: str
     ) -> _SimulatedTicker:
         return _SimulatedTicker(self._clock, interval_s, fn, name)
@@ -200,20 +200,20 @@ class SimulatedHost:
     ) -> NoReturn:
         raise SimulatedExit(code, why)
 
-    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+    def find_failure(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
         return self.children[pid].failure if code > 0 else None
 
     @property
     def identity(self) -> tuple[int, int]:
-        return os.getpid(), own_start_time()
+        return os.getpid(), read_own_start_time()
 
-    def room(self, directory: Path) -> Room:
+    def measure_free_space(self, directory: Path) -> FreeSpace:
         return self.left
 
-    def cores(self) -> Cores:
+    def measure_processors(self) -> ProcessorUsage:
         return self.processors
 
-    def usage(self) -> dict[str, float]:
+    def measure_usage(self) -> dict[str, float]:
         return {}
 
 

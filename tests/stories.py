@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from meshrl.sim.loop import run_virtual
+from meshrl.sim.virtual_loop import run_virtual
 
 Story = Callable[..., Awaitable[None]]
 

@@ -77,7 +77,7 @@ class JobRequest:
     """Names a job; `op` tells repetitions of one request from another request."""
 
     job: str
-    op: str = ""
+    op_id: str = ""
 
 
 @message
@@ -141,7 +141,7 @@ class VersionsRequest:
     """Asks for the versions of a job (`list`), or has one pinned or unpinned (`pin`, `unpin`)."""
 
     job: str
-    act: str
+    action: str
     version: str = ""
     note: str = ""  # of a pin
 
@@ -187,7 +187,7 @@ class RemainingNames:
     """
 
     names: list[str]
-    drains: bool
+    is_draining: bool
 
 
 @message

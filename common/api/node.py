@@ -6,85 +6,85 @@ from __future__ import annotations
 
 from types import NoneType
 
-from meshrl.common.api.calls.interface import Call, Cast, Interface, Look
+from meshrl.common.api.calls.interface import Call, Cast, ChangeHint, Interface
 from meshrl.common.base.encoding.messages import message
 
-TURN_S = 600.0  # who waits longer for its turn asks again, and keeps its place
+SLICE_WAIT_TIMEOUT_S = 600.0  # who waits longer for its turn asks again, and keeps its place
 
 
 # A segment of memory outlives the process that uses it, and ends with the worker that owns it.
 
 
 @message
-class MakeSegment:
+class CreateSegment:
     """Asks for a segment of so many bytes, all zero; one of the same key is gone then. StorageFull
     when the worker's budget, or the host, has no room for it.
     """
 
     key: str  # names the resident's process
-    bytes: int
+    size_bytes: int
 
 
 @message
-class Segment:
+class SegmentLocation:
     """Where a segment can be opened, by processes of the same user; `path` empty: there is none."""
 
     path: str
-    bytes: int
+    size_bytes: int
 
 
 @message
-class TakeTurn:
+class AcquireSlice:
     """A resident wants to compute on its gang's accelerators. It is answered when it may."""
 
-    resident: str
+    instance: str
     generation: int
     process: str  # the name of the process that asks,
     incarnation: str  # and which start of it that is
     ticket: int  # counts its requests: the same one again is the same request
-    function: str  # generate | score | train_step | sync | save
+    operation: str  # generate | score | train_step | sync | save
     estimate_s: float  # how long it will take, as far as the resident knows; 0: it does not
 
 
 @message
-class GangTurn:
+class TimeSlice:
     """A turn that was granted: a process that still has it after `lasts_s` is killed."""
 
     ticket: int
-    lasts_s: float
+    duration_s: float
 
 
 @message
-class GiveBack:
+class ReleaseSlice:
     """A turn is over, or not wanted any more, and with it all that this process had before it."""
 
-    resident: str
+    instance: str
     incarnation: str
     ticket: int
 
 
 @message
-class EndResident:
+class KillInstance:
     """A resident's processes are to be killed at once, whatever they do. It is answered when there
     is none any more.
     """
 
-    resident: str
+    instance: str
     generation: int
-    why: str
+    reason: str
 
 
 class Worker(Interface):
     """The methods of a worker."""
 
-    look = Cast(Look)
-    make_segment = Call(MakeSegment, Segment, deadline_s=30.0, idempotent=True)
+    notify_change = Cast(ChangeHint)
+    create_segment = Call(CreateSegment, SegmentLocation, deadline_s=30.0, idempotent=True)
     # of the process that is named; it is no error to drop one that is not there
-    find_segment = Call(str, Segment, deadline_s=10.0, idempotent=True)
-    drop_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
-    take_turn = Call(TakeTurn, GangTurn, deadline_s=TURN_S, idempotent=True)
-    give_back = Call(GiveBack, NoneType, deadline_s=10.0, idempotent=True)
-    end_resident = Call(EndResident, NoneType, deadline_s=10.0, idempotent=True)
+    find_segment = Call(str, SegmentLocation, deadline_s=10.0, idempotent=True)
+    delete_segment = Call(str, NoneType, deadline_s=10.0, idempotent=True)
+    acquire_slice = Call(AcquireSlice, TimeSlice, deadline_s=SLICE_WAIT_TIMEOUT_S, idempotent=True)
+    release_slice = Call(ReleaseSlice, NoneType, deadline_s=10.0, idempotent=True)
+    kill_instance = Call(KillInstance, NoneType, deadline_s=10.0, idempotent=True)
 
 
 @message
@@ -93,12 +93,12 @@ class LogFile:
 
     name: str
     bytes: int
-    written: float  # when last, in seconds of the epoch by the host's clock
+    modified_s: float  # when last, in seconds of the epoch by the host's clock
 
 
 @message
 class LogFiles:
-    """The answer to Node.logs."""
+    """The answer to Node.list_logs."""
 
     files: list[LogFile]
 
@@ -109,7 +109,7 @@ class ReadLog:
 
     name: str
     offset: int  # less than 0: so many bytes before its end
-    most: int
+    max_bytes: int
 
 
 @message
@@ -119,13 +119,13 @@ class LogPart:
     """
 
     text: str
-    next: int  # where what follows begins
-    size: int  # bytes of the file now
+    next_offset: int  # where what follows begins
+    file_size_bytes: int  # bytes of the file now
 
 
 class Node(Interface):
     """The methods of a host's agent."""
 
-    look = Cast(Look)
-    logs = Call(NoneType, LogFiles, deadline_s=10.0, idempotent=True)
+    notify_change = Cast(ChangeHint)
+    list_logs = Call(NoneType, LogFiles, deadline_s=10.0, idempotent=True)
     read_log = Call(ReadLog, LogPart, deadline_s=10.0, idempotent=True)

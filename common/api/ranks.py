@@ -11,14 +11,16 @@ from types import NoneType
 from typing import Any
 
 from meshrl.common.api.calls.interface import Call
-from meshrl.common.api.calls.role import SETTLE_S, Resting
-from meshrl.common.api.weights import Tensor
+from meshrl.common.api.calls.role import SET_TIER_TIMEOUT_S, RoleControl
+from meshrl.common.api.weights import TensorPiece
 from meshrl.common.base.encoding.messages import Array, message
 
-ADOPT_S = 30.0
-FORM_S = 60.0  # to meet the others
-MOVE_S = 600.0  # a whole state, from or to rank 0
-COMPUTE_S = 3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
+UPDATE_SETTINGS_TIMEOUT_S = 30.0
+FORM_TIMEOUT_S = 60.0  # to meet the others
+STATE_TRANSFER_TIMEOUT_S = 600.0  # a whole state, from or to rank 0
+COMPUTE_TIMEOUT_S = (
+    3600.0  # the group's own deadline strikes before: a rank that is lost ends a collective
+)
 
 
 def rank_name(job: str, rank: int) -> str:
@@ -27,11 +29,11 @@ def rank_name(job: str, rank: int) -> str:
 
 
 @message
-class Trouble:
+class RankFault:
     """What hindered an order and can be mended, as it is raised; an empty code: nothing."""
 
     code: str = ""
-    why: str = ""
+    message: str = ""
     where: str = ""
     fix: str = ""
 
@@ -46,7 +48,7 @@ class RankOrder:
 
 
 @message
-class StandsBy:
+class StandbyAnswer:
     """The answer of a rank that stands by."""
 
     host: str
@@ -54,18 +56,20 @@ class StandsBy:
 
 
 @message
-class Meeting:
+class Rendezvous:
     """An order to form the process group of a generation."""
 
     generation: int
-    where: str  # the ranks of this generation meet: see `common/weights/ways/meeting.py`
-    deadline_s: float  # for each of their collectives
+    rendezvous_url: (
+        str  # the ranks of this generation meet: see `common/weights/transports/rendezvous.py`
+    )
+    collective_timeout_s: float  # for each of their collectives
     # from which ranks connect to each other; empty: all are on one host
     addresses: list[str] = field(default_factory=list)
 
 
 @message
-class RoundPart:
+class ComputeRound:
     """An order to compute a rank's share of a round: the gradients of its bins, of which a rank
     that has experts alone has none.
     """
@@ -77,27 +81,27 @@ class RoundPart:
 
 @message
 class RoundStats:
-    """The answer to RoundPart: the statistics of each bin's gradient, see `arithmetic/stats.py`."""
+    """The answer to RoundPart: the statistics of each bin's gradient, see `learner/stats.py`."""
 
     stats: list[Any]
 
 
 @message
-class LentGradient:
+class AddGradient:
     """An order to add a hybrid's gradient of a round. What it names is there until all ranks have
     answered: all of it in a file, for ranks on the host of rank 0; for others their rows alone.
     """
 
     generation: int
     index: int
-    size: int  # float32 numbers, of `path` or of `pieces`
+    element_count: int  # float32 numbers, of `path` or of `pieces`
     path: str = ""
-    bulk: str = ""  # the port of rank 0 that serves `pieces`
-    pieces: list[str] = field(default_factory=list)  # digests of chunks
+    bulk_address: str = ""  # the port of rank 0 that serves `pieces`
+    chunks: list[str] = field(default_factory=list)  # digests of chunks
 
 
 @message
-class Adopt:
+class UpdateSettings:
     """An order to compute with these settings from now on."""
 
     generation: int
@@ -106,7 +110,7 @@ class Adopt:
 
 
 @message
-class Update:
+class ApplyGradient:
     """An order to step the optimizer with the sum of the gradients of `rounds` rounds."""
 
     generation: int
@@ -116,27 +120,27 @@ class Update:
 
 
 @message
-class ScorePart:
+class ScoreBin:
     """An order to compute the forward pass of one bin, without a gradient."""
 
     generation: int
     bin: dict[str, Array]
-    what: str  # logprobs | values
+    quantity: str  # logprobs | values
 
 
 @message
-class Scores:
+class BinScores:
     """The answer to ScorePart."""
 
     scores: Array  # float32, one for each place
 
 
 @message
-class Taking:
+class LoadWeightRows:
     """An order to take rows of all weights, which rank 0 has whole, as after a warm start."""
 
     generation: int
-    names: list[str]
+    tensor_names: list[str]
 
 
 @message
@@ -147,37 +151,37 @@ class StageRows:
     """
 
     generation: int
-    number: int
+    staging_id: int
     dtype: str
     chunk_bytes: int
-    write: bool
-    what: str
-    names: list[str]
+    is_written: bool
+    description: str
+    tensor_names: list[str]
     part: int = 0
     parts: int = 1
 
 
 @message
-class RowsStaged:
+class FinishStaging:
     """An order to answer once there is room for more, or with `whole` once all that was ordered
     is in the store.
     """
 
     generation: int
-    number: int
-    whole: bool
+    staging_id: int
+    wait_complete: bool
 
 
 @message
-class StagedRows:
+class StagingResult:
     """The answer to RowsStaged; with `whole` where the rows lie, and what they add to the
     identities of the image and of the masters, by tensor (`meshrl.common.weights.layout.identity`).
     """
 
-    pieces: list[Tensor] = field(default_factory=list)
-    image: dict[str, bytes] = field(default_factory=dict)
-    masters: dict[str, bytes] = field(default_factory=dict)
-    goes_on: bool = False  # it is not done, and to be asked for again
+    pieces: list[TensorPiece] = field(default_factory=list)
+    published_identity: dict[str, bytes] = field(default_factory=dict)
+    masters_identity: dict[str, bytes] = field(default_factory=dict)
+    in_progress: bool = False  # it is not done, and to be asked for again
 
 
 @message
@@ -187,31 +191,31 @@ class SaveRows:
     """
 
     generation: int
-    host: str  # rank 0's
-    name: str
-    masters: bool  # whether float32 weights are kept, too
-    names: list[str]
-    number: int  # of the file
+    rank0_host: str  # rank 0's
+    checkpoint: str
+    saves_masters: bool  # whether float32 weights are kept, too
+    tensor_names: list[str]
+    file_number: int  # of the file
 
 
 @message
-class RowsSaved:
+class FinishSaving:
     """An order to answer once rank 0 can have the files that were written."""
 
     generation: int
-    host: str
-    name: str
+    rank0_host: str
+    checkpoint: str
 
 
 @message
-class SavedFiles:
+class SavingResult:
     """The answer to RowsSaved: digests by name of those that are chunks of the store, because rank
     0 is on another host.
     """
 
     files: dict[str, str] = field(default_factory=dict)
-    trouble: Trouble = field(default_factory=Trouble)
-    goes_on: bool = False  # it is not done, and to be asked for again
+    fault: RankFault = field(default_factory=RankFault)
+    in_progress: bool = False  # it is not done, and to be asked for again
 
 
 @message
@@ -221,23 +225,23 @@ class RestoreRows:
     """
 
     generation: int
-    number: int  # the same: it is the one that was ordered before
-    host: str  # rank 0's, which has checked the files of the checkpoint
-    name: str
+    restore_id: int  # the same: it is the one that was ordered before
+    rank0_host: str  # rank 0's, which has checked the files of the checkpoint
+    checkpoint: str
     files: dict[str, str]  # digests of the checkpoint's files, by their path in it
     manifest: str
 
 
 @message
-class RowsRestored:
+class RestoreResult:
     """The answer to RestoreRows."""
 
-    trouble: Trouble = field(default_factory=Trouble)
-    goes_on: bool = False  # it is not done, and to be asked for again
+    fault: RankFault = field(default_factory=RankFault)
+    in_progress: bool = False  # it is not done, and to be asked for again
 
 
 @message
-class Rest:
+class SleepOrder:
     """An order to a rank about its rows and gradients: `keep` a copy at a tier, or `discard` it;
     `release` their memory; `take` memory and copy again; `move` the copy to a tier (absent:
     a checkpoint covers all ranks, accelerator: they are needed again); `resume` from one that an
@@ -245,28 +249,36 @@ class Rest:
     """
 
     generation: int
-    what: str
+    action: str
     tier: str
-    about: Any  # what rank 0 says about what is kept with it
+    metadata: Any  # what rank 0 says about what is kept with it
 
 
-class Ranks(Resting):
+class Ranks(RoleControl):
     """The methods of a rank other than 0. Who asks for what takes longer than a call may last hears
     that it goes on, and asks again.
     """
 
-    stand_by = Call(RankOrder, StandsBy, deadline_s=30.0, idempotent=True)
-    form = Call(Meeting, NoneType, deadline_s=FORM_S)
-    begin = Call(RankOrder, NoneType, deadline_s=30.0)
-    compute = Call(RoundPart, RoundStats, deadline_s=COMPUTE_S)
-    keep = Call(LentGradient, NoneType, deadline_s=MOVE_S)
-    adopt = Call(Adopt, NoneType, deadline_s=ADOPT_S)
-    apply = Call(Update, float, deadline_s=COMPUTE_S)  # norm of the gradient, before clipping
-    score = Call(ScorePart, Scores, deadline_s=COMPUTE_S)
-    stage = Call(StageRows, NoneType, deadline_s=MOVE_S)
-    staged = Call(RowsStaged, StagedRows, deadline_s=MOVE_S, idempotent=True)
-    save = Call(SaveRows, Trouble, deadline_s=MOVE_S)
-    saved = Call(RowsSaved, SavedFiles, deadline_s=MOVE_S, idempotent=True)
-    restore = Call(RestoreRows, RowsRestored, deadline_s=MOVE_S, idempotent=True)
-    take = Call(Taking, NoneType, deadline_s=MOVE_S)
-    rest = Call(Rest, NoneType, deadline_s=SETTLE_S, idempotent=True)
+    stand_by = Call(RankOrder, StandbyAnswer, deadline_s=30.0, idempotent=True)
+    form_group = Call(Rendezvous, NoneType, deadline_s=FORM_TIMEOUT_S)
+    begin_step = Call(RankOrder, NoneType, deadline_s=30.0)
+    compute_round = Call(ComputeRound, RoundStats, deadline_s=COMPUTE_TIMEOUT_S)
+    add_gradient = Call(AddGradient, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+    update_settings = Call(UpdateSettings, NoneType, deadline_s=UPDATE_SETTINGS_TIMEOUT_S)
+    apply_gradient = Call(
+        ApplyGradient, float, deadline_s=COMPUTE_TIMEOUT_S
+    )  # norm of the gradient, before clipping
+    score_bin = Call(ScoreBin, BinScores, deadline_s=COMPUTE_TIMEOUT_S)
+    stage_rows = Call(StageRows, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+    finish_staging = Call(
+        FinishStaging, StagingResult, deadline_s=STATE_TRANSFER_TIMEOUT_S, idempotent=True
+    )
+    save_rows = Call(SaveRows, RankFault, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+    finish_saving = Call(
+        FinishSaving, SavingResult, deadline_s=STATE_TRANSFER_TIMEOUT_S, idempotent=True
+    )
+    restore_rows = Call(
+        RestoreRows, RestoreResult, deadline_s=STATE_TRANSFER_TIMEOUT_S, idempotent=True
+    )
+    load_weights = Call(LoadWeightRows, NoneType, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+    execute_sleep_order = Call(SleepOrder, NoneType, deadline_s=SET_TIER_TIMEOUT_S, idempotent=True)

@@ -71,12 +71,12 @@ class LoadJob:
 
 
 @message
-class Loaded:
+class LoadResult:
     """The answer to LoadJob."""
 
     job: str
     workers: int
-    tier: str  # how code of the model is contained; empty: the job runs none
+    isolation_tier: str  # how code of the model is contained; empty: the job runs none
 
 
 @message
@@ -89,8 +89,10 @@ class ToolCall:
     input: Any
     deadline_s: float
     session: str = ""  # the session that a tool with state works on
-    begun: bool = False  # the session holds what earlier calls made: a new one is no substitute
-    once: bool = False  # if its process is lost, it is not run again
+    has_session_state: bool = (
+        False  # the session holds what earlier calls made: a new one is no substitute
+    )
+    no_retry: bool = False  # if its process is lost, it is not run again
 
 
 @message
@@ -161,9 +163,9 @@ class SandboxStats(Stats):
     rests: bool  # what else it does may be asked of another
     outcomes: dict[str, int] = field(default_factory=dict)  # by status
 
-    def encoded(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """Return them by name; the outcomes of a status are `outcomes_<status>`."""
-        figures = super().encoded()
+        figures = super().encode()
         outcomes = figures.pop("outcomes")
         return figures | {f"outcomes_{status}": count for status, count in outcomes.items()}
 
@@ -171,7 +173,7 @@ class SandboxStats(Stats):
 class Sandbox(Interface):
     """The methods of the sandbox."""
 
-    load = Call(LoadJob, Loaded, deadline_s=120.0, idempotent=True)
-    run = Call(RunTools, Outcomes, deadline_s=60.0)
-    score = Call(RewardBatch, Outcomes, deadline_s=120.0, idempotent=True)
+    load_job = Call(LoadJob, LoadResult, deadline_s=120.0, idempotent=True)
+    run_tools = Call(RunTools, Outcomes, deadline_s=60.0)
+    score_trajectories = Call(RewardBatch, Outcomes, deadline_s=120.0, idempotent=True)
     end_sessions = Cast(EndSessions)

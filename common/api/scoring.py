@@ -6,7 +6,7 @@ A sequence or question that cannot be scored is an outcome of its own, never an 
 from __future__ import annotations
 
 from meshrl.common.api.calls.interface import Call
-from meshrl.common.api.calls.role import Resting
+from meshrl.common.api.calls.role import RoleControl
 from meshrl.common.base.encoding.messages import Array, message
 
 
@@ -25,7 +25,7 @@ class ScoreBatch:
 
 
 @message
-class RoleScores:
+class RoleLogprobs:
     """What one frozen model makes of the sequences of a ScoreBatch."""
 
     role: str
@@ -37,7 +37,7 @@ class RoleScores:
 class ScoredBatch:
     """The answer to ScoreBatch."""
 
-    scores: list[RoleScores]  # in the order of the roles
+    scores: list[RoleLogprobs]  # in the order of the roles
 
 
 @message
@@ -55,12 +55,12 @@ class JudgeBatch:
 class Verdicts:
     """The answer to JudgeBatch."""
 
-    yes: Array  # float64 [n], probability of `yes` against `no`; NaN: see errors
+    yes_probabilities: Array  # float64 [n], probability of `yes` against `no`; NaN: see errors
     errors: list[str]
 
 
-class Scoring(Resting):
+class Scoring(RoleControl):
     """The methods of the process that hosts a job's frozen models."""
 
-    score = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
-    judge = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)
+    score_sequences = Call(ScoreBatch, ScoredBatch, deadline_s=120.0, idempotent=True)
+    judge_texts = Call(JudgeBatch, Verdicts, deadline_s=120.0, idempotent=True)

@@ -12,19 +12,19 @@ from typing import Any, Self
 class Stats:
     """Stats of one kind of process: a dataclass. What is None is not published."""
 
-    def encoded(self) -> dict[str, Any]:
+    def encode(self) -> dict[str, Any]:
         """What the registry gets."""
-        known: dict[str, Any] = asdict(self, dict_factory=_known)  # type: ignore[call-overload]
+        known: dict[str, Any] = asdict(self, dict_factory=_drop_none)  # type: ignore[call-overload]
         return known
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
+    def decode(cls, published: Mapping[str, Any]) -> Self:
         """The stats that `encoded` made an object of; what others publish is left out."""
         names = (one.name for one in fields(cls))  # type: ignore[arg-type]
-        return cls(**{name: said[name] for name in names if name in said})
+        return cls(**{name: published[name] for name in names if name in published})
 
 
-def _known(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+def _drop_none(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in entries if value is not None}
 
 
@@ -78,7 +78,7 @@ class EngineStats(PauseStats):
     waiting_s: float = 0.0
     pulls: int = 0  # versions received
     pull_s: float = 0.0  # of the last
-    curve: list[float] | None = None  # of a decode step; see `Curve.told`
+    curve: list[float] | None = None  # of a decode step; see `DecodeCurve.encode`
     kv: KVStats | None = None
     weights_way: dict[str, Any] | None = None  # how the last version came, and why so
     paced: int | None = None  # steps at an emulated pace, and those of them that ended late
@@ -114,7 +114,7 @@ class ShardStats(RoutingStats):
 
 
 @dataclass
-class PacedStats(Stats):
+class EmulationStats(Stats):
     """Pieces of arithmetic at an emulated pace, and those of them that ended late."""
 
     paced: int | None = None
@@ -122,7 +122,7 @@ class PacedStats(Stats):
 
 
 @dataclass
-class CoreStats(PacedStats):
+class CoreStats(EmulationStats):
     """The core of a training gang, beside what all residents publish."""
 
     ready: bool = False
@@ -141,7 +141,7 @@ class CoreStats(PacedStats):
 
 
 @dataclass
-class RankStats(PacedStats):
+class RankStats(EmulationStats):
     """A rank beside the first, beside what all residents publish."""
 
     ready: bool = True
@@ -151,7 +151,7 @@ class RankStats(PacedStats):
 
 
 @dataclass
-class HybridStats(PacedStats):
+class HybridStats(EmulationStats):
     """A hybrid, beside what all residents publish."""
 
     ready: bool = True
@@ -172,7 +172,7 @@ class HostLoadStats(Stats):
 
 
 @dataclass(frozen=True)
-class DistanceStats(Stats):
+class HeadLatencyStats(Stats):
     """Distance of a host to the head. None: not measured yet."""
 
     trip_ms: float | None = None  # to Redis and back
@@ -180,7 +180,7 @@ class DistanceStats(Stats):
 
 
 @dataclass(frozen=True)
-class NodeStats(HostLoadStats, DistanceStats):
+class NodeStats(HostLoadStats, HeadLatencyStats):
     """Statistics of a host's agent."""
 
     workers: int = 0  # that run
@@ -193,7 +193,7 @@ class NodeStats(HostLoadStats, DistanceStats):
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentStats(Stats):
+class InstanceStats(Stats):
     """Process of a resident on a worker."""
 
     resident: str
@@ -206,7 +206,7 @@ class ResidentStats(Stats):
 
 
 @dataclass(frozen=True, slots=True)
-class TurnStats(Stats):
+class SliceStats(Stats):
     """Turns of the gang that a worker keeps."""
 
     turns: int = 0  # granted so far
@@ -215,7 +215,7 @@ class TurnStats(Stats):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStats(TurnStats):
+class WorkerStats(SliceStats):
     """Statistics of a worker."""
 
     worker: str = ""
@@ -223,7 +223,7 @@ class WorkerStats(TurnStats):
     gang: str = ""  # empty: idle
     rank: int = 0
     held_bytes: Mapping[str, int] | None = None  # by tier, and of its budget
-    residents: Sequence[ResidentStats] = ()
+    residents: Sequence[InstanceStats] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 
 from meshrl.common.api.calls.interface import Call, Interface
 from meshrl.common.api.transfer.deltas import (
-    AskDeltas,
     BeginDelta,
     DeltaBases,
-    Deltas,
-    Received,
+    DeltaBatch,
+    DeltaQuery,
     StageDelta,
+    VersionAcknowledgement,
 )
-from meshrl.common.api.transfer.deltas import Base as Base
+from meshrl.common.api.transfer.deltas import VersionRef as VersionRef
 from meshrl.common.base.encoding.messages import Array, message
-from meshrl.common.base.experts import NO_EXPERTS
-from meshrl.common.base.lineages import NATIVE
+from meshrl.common.base.expert_routing import NO_EXPERTS
+from meshrl.common.base.lineages import SINGLE_LINEAGE
 
-STORE = "weights"  # the store's name in the registry
+STORE_NAME = "weights"  # the store's name in the registry
 
 
 @message
-class Tensor:
+class TensorPiece:
     """A tensor, or a piece of one. A piece holds elements `begin` to `end` of the tensor laid out
     row by row with dimension `dim` outermost, so the rows of a rank are a piece, and so is a part
     of them.
@@ -58,8 +58,8 @@ class Manifest:
     job: str
     lineage: int
     version: int
-    tensors: list[Tensor]
-    base: Base | None = None  # a version of adapters alone: what they are added to
+    tensors: list[TensorPiece]
+    base: VersionRef | None = None  # a version of adapters alone: what they are added to
     scale: float = 0.0  # of such a version: what the product of its factors is multiplied by
     image: str = ""
     format: int = 1
@@ -67,25 +67,25 @@ class Manifest:
 
 
 @message
-class Fetch:
+class ManifestRequest:
     """Asks for a manifest by its digest. That of a version of adapters is answered with what its
     base has besides; `alone`: as it was staged.
     """
 
     digest: str
-    alone: bool = False
+    without_base: bool = False
 
 
 @message
-class Examine:
+class ChunkVerification:
     """Asks the store to look at a chunk that somebody found damaged: the file of a `kind` of
-    `meshrl.common.base.files.damage`, and of a job.
+    `meshrl.common.base.files.corruption`, and of a job.
     """
 
     digest: str
     kind: str
     job: str
-    space: str = ""  # of `meshrl.common.api.transfer.bulk.SPACES`
+    space: str = ""  # of `meshrl.common.api.transfer.bulk_permissions.SPACES`
 
 
 @message
@@ -94,23 +94,23 @@ class FailedTransfer:
 
     chunk: str
     source: str
-    gone: bool
+    source_lacks_chunk: bool
 
 
 @message
-class Seek:
+class SourceRequest:
     """A process that fetches chunks says what has become of those that it was sent for, and asks
     for more: `room` at most.
     """
 
-    name: str  # of this fetch alone
+    fetch_id: str  # of this fetch alone
     host: str
-    server: str  # name of the process that serves on what the host has; empty: nobody does
-    room: int
-    lacking: list[str] | None = None  # all that it wants and lacks; None: it has told
-    held: list[str] = field(default_factory=list)  # chunks that have come to its host
+    serving_process: str  # name of the process that serves on what the host has; empty: nobody does
+    max_chunks: int
+    missing: list[str] | None = None  # all that it wants and lacks; None: it has told
+    present: list[str] = field(default_factory=list)  # chunks that have come to its host
     failed: list[FailedTransfer] = field(default_factory=list)
-    over: bool = False  # it fetches no more
+    is_last: bool = False  # it fetches no more
 
 
 @message
@@ -122,12 +122,12 @@ class ChunkOrigin:
 
 
 @message
-class Sources:
+class SourceAssignments:
     """The answer to Seek."""
 
-    pairs: list[ChunkOrigin]
-    again_s: float  # when to ask again, if there is room left
-    known: bool = True  # False: ask again with what is lacking, the store was started anew
+    origins: list[ChunkOrigin]
+    retry_after_s: float  # when to ask again, if there is room left
+    is_known: bool = True  # False: ask again with what is lacking, the store was started anew
 
 
 @message
@@ -155,7 +155,7 @@ class CheckpointName:
 
 
 @message
-class LayOut:
+class CheckpointAssembly:
     """Asks the store to make a checkpoint's directory at the run's home, of chunks: its writer does
     not see that home.
     """
@@ -166,26 +166,26 @@ class LayOut:
 
 
 @message
-class Names:
-    """The answer to Weights.older, the last one first."""
+class CheckpointNames:
+    """The answer to Weights.list_older_checkpoints, the last one first."""
 
     names: list[str]
 
 
 @message
-class SetAside:
+class CheckpointQuarantine:
     """Asks the store to set a damaged checkpoint aside at the run's home, and to tell the event
     `damaged` if it does, once for `op`: who asks may not be there any more to tell it.
     """
 
     job: str
     name: str
-    op: str
-    told: dict[str, Any]  # the event's fields, without `aside`
+    op_id: str
+    event_fields: dict[str, Any]  # the event's fields, without `aside`
 
 
 @message
-class Clear:
+class UnfinishedCheckpoints:
     """Asks the store to remove what an earlier start of the job's trainer began to write and did
     not end; `committed` names the checkpoint that stays whatever it looks like.
     """
@@ -195,38 +195,38 @@ class Clear:
 
 
 @message
-class Publish:
+class FilePublication:
     """Asks for files at a run's home to become chunks of the store, from where any host gets them
     by their digests: of the job's bundle, or of one of its checkpoints.
     """
 
     job: str
     checkpoint: str = ""  # empty: the bundle
-    below: list[str] = field(default_factory=list)  # files or folders of it; none: all
+    folders: list[str] = field(default_factory=list)  # files or folders of it; none: all
 
 
 @message
-class Published:
+class PublishedFiles:
     """The answer to Publish: digests by path. They stay for hours; ask again after that, and at
-    once while not all are there (`meshrl.common.weights.store.weight_store` does).
+    once while not all are there (`meshrl.common.weights.store.weight_store_client` does).
     """
 
     files: dict[str, str]
-    whole: bool = True
+    is_complete: bool = True
 
 
 @message
-class KeepLines:
+class LineBatch:
     """Hands lines of a process's samples or traces over, for the run's home."""
 
     job: str
-    file: str  # as `meshrl.common.records.run_lines` names them
-    op: str  # repeated, it is done once
+    file: str  # as `meshrl.common.records.line_files` names them
+    op_id: str  # repeated, it is done once
     lines: str
 
 
 @message
-class Group:
+class TrajectoryGroup:
     """A finished group: members' sequences one after the other."""
 
     group: int
@@ -246,7 +246,7 @@ class Group:
     # k], as its engine noted it; empty for a dense model. `expert_shape` is [layers, k].
     experts: Array = field(default_factory=lambda: NO_EXPERTS)
     expert_shape: list[int] = field(default_factory=lambda: [0, 0])
-    foreign_above: int = NATIVE  # see `lineages`; of a stored group, its row alone says so
+    foreign_above: int = SINGLE_LINEAGE  # see `lineages`; of a stored group, its row alone says so
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
@@ -263,24 +263,30 @@ class Weights(Interface):
 
     # All chunks of the manifest are there already. Its own digest, by which steps and checkpoints
     # name it.
-    stage = Call(Manifest, str, deadline_s=30.0, idempotent=True)
-    manifest = Call(Fetch, Manifest, deadline_s=10.0, idempotent=True)
+    stage_version = Call(Manifest, str, deadline_s=30.0, idempotent=True)
+    fetch_manifest = Call(ManifestRequest, Manifest, deadline_s=10.0, idempotent=True)
     # False: the chunk is gone or was set aside.
-    examine = Call(Examine, bool, deadline_s=60.0, idempotent=True)
+    verify_chunk = Call(ChunkVerification, bool, deadline_s=60.0, idempotent=True)
     # What it answers from is soft: who is not answered in time asks again.
-    sources = Call(Seek, Sources, deadline_s=5.0, idempotent=True)
+    assign_sources = Call(SourceRequest, SourceAssignments, deadline_s=5.0, idempotent=True)
     # Where home is on another disk than the store, files are copied: `whole` says when all are.
-    lay_out = Call(LayOut, bool, deadline_s=120.0, idempotent=True)
-    save = Call(Checkpoint, str, deadline_s=30.0, idempotent=True)  # the name to load it by
-    load = Call(CheckpointName, Checkpoint, deadline_s=10.0, idempotent=True)
-    older = Call(CheckpointName, Names, deadline_s=30.0, idempotent=True)
+    assemble_checkpoint = Call(CheckpointAssembly, bool, deadline_s=120.0, idempotent=True)
+    save_checkpoint = Call(
+        Checkpoint, str, deadline_s=30.0, idempotent=True
+    )  # the name to load it by
+    load_checkpoint = Call(CheckpointName, Checkpoint, deadline_s=10.0, idempotent=True)
+    list_older_checkpoints = Call(CheckpointName, CheckpointNames, deadline_s=30.0, idempotent=True)
     # Where it lies now; empty: somebody else has moved it.
-    set_aside = Call(SetAside, str, deadline_s=30.0, idempotent=True)
-    clear = Call(Clear, NoneType, deadline_s=60.0, idempotent=True)
-    keep_lines = Call(KeepLines, NoneType, deadline_s=30.0, idempotent=True)
-    publish = Call(Publish, Published, deadline_s=120.0, idempotent=True)
-    begin_delta = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
+    quarantine_checkpoint = Call(CheckpointQuarantine, str, deadline_s=30.0, idempotent=True)
+    remove_unfinished_checkpoints = Call(
+        UnfinishedCheckpoints, NoneType, deadline_s=60.0, idempotent=True
+    )
+    append_lines = Call(LineBatch, NoneType, deadline_s=30.0, idempotent=True)
+    publish_files = Call(FilePublication, PublishedFiles, deadline_s=120.0, idempotent=True)
+    begin_deltas = Call(BeginDelta, DeltaBases, deadline_s=5.0, idempotent=True)
     # False: nobody needs more of it.
-    stage_delta = Call(StageDelta, bool, deadline_s=10.0, idempotent=True)
-    deltas = Call(AskDeltas, Deltas, deadline_s=20.0, idempotent=True)  # it may wait for some
-    received = Call(Received, NoneType, deadline_s=5.0, idempotent=True)
+    stage_deltas = Call(StageDelta, bool, deadline_s=10.0, idempotent=True)
+    fetch_deltas = Call(
+        DeltaQuery, DeltaBatch, deadline_s=20.0, idempotent=True
+    )  # it may wait for some
+    acknowledge_version = Call(VersionAcknowledgement, NoneType, deadline_s=5.0, idempotent=True)

@@ -11,10 +11,10 @@ from typing import NewType
 from xxhash import xxh3_128
 
 Checksum = NewType("Checksum", bytes)
-BYTES = 16  # of a checksum
+CHECKSUM_BYTES = 16  # of a checksum
 
 
-def checksum_of(content: bytes | memoryview) -> Checksum:
+def compute_checksum(content: bytes | memoryview) -> Checksum:
     """Return the checksum of bytes."""
     return Checksum(xxh3_128(content).digest())
 

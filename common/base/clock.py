@@ -48,11 +48,11 @@ class LoopTimeout(AbstractAsyncContextManager[None]):
         try:
             await self._scope.__aexit__(kind, error, trace)  # type: ignore[arg-type]
         except TimeoutError:
-            raise self._late() from None
+            raise self._make_deadline_error() from None
         if isinstance(error, TimeoutError) and self._scope.expired():
-            raise self._late() from None
+            raise self._make_deadline_error() from None
 
-    def _late(self) -> DeadlineExceeded:
+    def _make_deadline_error(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self._what} took longer than {self._seconds:g} s")
 
 

@@ -17,63 +17,65 @@ from blake3 import blake3
 
 from meshrl.common.base.errors import BadMessage, Refused
 
-DIGITS = 64  # hexadecimal
-_EARLIER_DIGITS = 32  # of xxh3_128, by which earlier versions named what they stored
+DIGEST_DIGITS = 64  # hexadecimal
+_LEGACY_DIGITS = 32  # of xxh3_128, by which earlier versions named what they stored
 _BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time
 
-Content = bytes | bytearray | memoryview
+BytesLike = bytes | bytearray | memoryview
 
 
 class Hasher:
     """The digest of bytes that come in pieces."""
 
-    def __init__(self, content: Content = b"") -> None:
-        self._hasher = blake3(_octets(content))
+    def __init__(self, content: BytesLike = b"") -> None:
+        self._hasher = blake3(_view_bytes(content))
 
-    def update(self, content: Content) -> None:
+    def update(self, content: BytesLike) -> None:
         """Add the bytes that come next."""
-        self._hasher.update(_octets(content))
+        self._hasher.update(_view_bytes(content))
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes so far as 64 hexadecimal digits."""
         return self._hasher.hexdigest()
 
 
-def _octets(content: Content) -> memoryview:
+def _view_bytes(content: BytesLike) -> memoryview:
     """Return a view of single bytes, which the library requires."""
     view = memoryview(content)
     return view if view.format == "B" else view.cast("B")
 
 
-def digest_of(content: Content) -> str:
+def compute_digest(content: BytesLike) -> str:
     """Return the digest of bytes as 64 hexadecimal digits."""
     return Hasher(content).hexdigest()
 
 
-def keyed_digest(content: Content, key: bytes) -> bytes:
+def compute_keyed_digest(content: BytesLike, key: bytes) -> bytes:
     """Return the digest of bytes under a key of 32 bytes, which tells uses of it apart."""
-    return blake3(_octets(content), key=key).digest()
+    return blake3(_view_bytes(content), key=key).digest()
 
 
-def uncounted(_: int) -> None:
+def ignore_byte_count(_: int) -> None:
     """Ignore the number of bytes that were read or written."""
 
 
-def digest_of_stream(file: BinaryIO, moved: Callable[[int], None] = uncounted) -> str:
+def compute_stream_digest(
+    file: BinaryIO, on_progress: Callable[[int], None] = ignore_byte_count
+) -> str:
     """Return the digest of what is left to read in a file, one block in memory at a time; `moved`
     is called with the number of bytes of each read.
     """
     hasher = Hasher()
     while block := file.read(_BLOCK_BYTES):
         hasher.update(block)
-        moved(len(block))
+        on_progress(len(block))
     return hasher.hexdigest()
 
 
-def digest_of_file(path: Path, moved: Callable[[int], None] = uncounted) -> str:
+def compute_file_digest(path: Path, on_progress: Callable[[int], None] = ignore_byte_count) -> str:
     """Return the digest of a file; `moved` is called with the number of bytes of each read."""
     with path.open("rb") as file:
-        return digest_of_stream(file, moved)
+        return compute_stream_digest(file, on_progress)
 
 
 def check_digest(digest: str, where: str = "") -> None:
@@ -84,9 +86,9 @@ def check_digest(digest: str, where: str = "") -> None:
         BadMessage: it is anything else.
     """
     plain = isinstance(digest, str) and set(digest) <= set("0123456789abcdef")
-    if plain and len(digest) == DIGITS:
+    if plain and len(digest) == DIGEST_DIGITS:
         return
-    if plain and len(digest) == _EARLIER_DIGITS:
+    if plain and len(digest) == _LEGACY_DIGITS:
         raise Refused(
             f"{digest} was stored by an earlier version of MeshRL, under a checksum (xxh3_128) "
             "that anybody can give other bytes, too",

@@ -113,7 +113,9 @@ class NotFound(MeshError):
 
 
 class NotAllowed(MeshError):
-    """A process of the caller's role may not call that; see common/api/calls/callers.py."""
+    """A process of the caller's role may not call that; see
+    common/api/calls/call_permissions.py.
+    """
 
     code = "not_allowed"
 
@@ -156,8 +158,8 @@ class QuotaExceeded(StorageFull):
     code = "quota_exceeded"
 
 
-class Damaged(MeshError):
-    """A durable file is not what was written; see `meshrl.common.base.files.damage`."""
+class CorruptData(MeshError):
+    """A durable file is not what was written; see `meshrl.common.base.files.corruption`."""
 
     code = "damaged"
 

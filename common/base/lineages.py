@@ -9,18 +9,18 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-NATIVE = -1  # `foreign_above` of what was sampled in one lineage
+SINGLE_LINEAGE = -1  # `foreign_above` of what was sampled in one lineage
 
 
-def counted(versions: NDArray[np.int32], foreign_above: int) -> NDArray[np.int32]:
+def clamp_versions(versions: NDArray[np.int32], foreign_above: int) -> NDArray[np.int32]:
     """The versions, int32 [n], by which tokens' staleness is counted: tokens of an abandoned
     lineage count as old as the version at which it ended.
     """
-    return versions if foreign_above == NATIVE else np.minimum(versions, foreign_above)
+    return versions if foreign_above == SINGLE_LINEAGE else np.minimum(versions, foreign_above)
 
 
-def foreign(version: int, foreign_above: int) -> bool:
+def is_foreign(version: int, foreign_above: int) -> bool:
     """Whether `version` may name other weights than those that the current lineage gave that
     number.
     """
-    return NATIVE < foreign_above < version
+    return SINGLE_LINEAGE < foreign_above < version

@@ -14,31 +14,31 @@ class Occupancy:
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` is any clock that does not go back; while it stands nothing is counted."""
         self._now = now
-        self._count: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._since: dict[str, float] = {}  # up to when `_seconds` counts
 
     @contextmanager
-    def within(self, place: str) -> Iterator[None]:
+    def occupy(self, place: str) -> Iterator[None]:
         """One more is there for the time of the block, however it ends."""
-        self.put(place, self.count(place) + 1)
+        self.set_count(place, self.read_count(place) + 1)
         try:
             yield
         finally:
-            self.put(place, self.count(place) - 1)
+            self.set_count(place, self.read_count(place) - 1)
 
-    def put(self, place: str, count: float) -> None:
+    def set_count(self, place: str, count: float) -> None:
         """So many are there from now on."""
-        self._seconds[place], self._since[place] = self.seconds(place), self._now()
-        self._count[place] = count
+        self._seconds[place], self._since[place] = self.read_seconds(place), self._now()
+        self._counts[place] = count
 
-    def count(self, place: str) -> float:
+    def read_count(self, place: str) -> float:
         """How many are there now."""
-        return self._count.get(place, 0.0)
+        return self._counts.get(place, 0.0)
 
-    def seconds(self, place: str) -> float:
+    def read_seconds(self, place: str) -> float:
         """The sum over all that have been there, up to now; 0.0 where nobody was."""
         if place not in self._since:
             return 0.0
         lasts_s = self._now() - self._since[place]
-        return self._seconds[place] + self._count[place] * lasts_s
+        return self._seconds[place] + self._counts[place] * lasts_s

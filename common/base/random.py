@@ -17,7 +17,7 @@ class Random(random.Random):
         self.name = str(seed)
 
     @classmethod
-    def system(cls) -> Random:
+    def from_os_entropy(cls) -> Random:
         """Seeded by the operating system: no two processes draw the same."""
         return cls(os.urandom(16).hex())
 
@@ -25,6 +25,6 @@ class Random(random.Random):
         """A stream that depends on this seed and `name` only, not on what has been drawn."""
         return Random(hashlib.blake2b(f"{self.name}/{name}".encode(), digest_size=16).hexdigest())
 
-    def token(self, nbytes: int = 8) -> str:
+    def hex_token(self, nbytes: int = 8) -> str:
         """`nbytes` random bytes in hexadecimal."""
         return f"{self.getrandbits(8 * nbytes):0{2 * nbytes}x}"

@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 @cache
-def release() -> str:
+def read_release() -> str:
     """Its version; "sources" where it runs without having been installed."""
     try:
         return metadata.version("meshrl")

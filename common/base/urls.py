@@ -10,13 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import SplitResult, quote, unquote, unquote_plus, urlsplit
 
-HIDDEN = "***"
-REDIS = ("redis", "rediss", "unix")  # schemes of a Redis
-WEB = ("http", "https")  # schemes whose fragments may be tokens; of others they belong to the path
+REDACTED = "***"
+REDIS_SCHEMES = ("redis", "rediss", "unix")  # schemes of a Redis
+WEB_SCHEMES = (
+    "http",
+    "https",
+)  # schemes whose fragments may be tokens; of others they belong to the path
 # Options of a Redis URL whose values are no secret, and the characters that such values have.
-OPTIONS = {"db", "protocol", "ssl_ca_certs", "ssl_ca_path", "ssl_cert_reqs", "ssl_check_hostname"}
-PLAIN = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~/%+")
-LEAST = 3  # characters of a secret that is hidden in other texts: shorter ones are in every text
+PUBLIC_OPTIONS = {
+    "db",
+    "protocol",
+    "ssl_ca_certs",
+    "ssl_ca_path",
+    "ssl_cert_reqs",
+    "ssl_check_hostname",
+}
+PLAIN_CHARS = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~/%+")
+MIN_SECRET_CHARS = (
+    3  # characters of a secret that is hidden in other texts: shorter ones are in every text
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,82 +45,87 @@ class Url:
     path: str = ""
     query: str = ""
     fragment: str = ""
-    ambiguous: bool = False
+    is_ambiguous: bool = False
 
     @classmethod
-    def of(cls, text: str) -> Url:
+    def parse(cls, text: str) -> Url:
         """Split a text; one that is no URL has no scheme."""
         scheme, mark, rest = text.partition("://")
         if not mark:
             scheme, rest = "", text
-        parts = _split(scheme, rest)
+        parts = _split_unambiguous(scheme, rest)
         if parts is None:
             credentials, at, host = rest.rpartition("@")
-            return cls(scheme, credentials if at else rest, host if at else "", ambiguous=True)
+            return cls(scheme, credentials if at else rest, host if at else "", is_ambiguous=True)
         credentials, _, host = parts.netloc.rpartition("@")
         return cls(scheme, credentials, host, parts.path, parts.query, parts.fragment)
 
     @property
     def hostname(self) -> str:
         """The host without its port; empty if there is none."""
-        return "" if self.ambiguous else urlsplit(f"none://{self.host}").hostname or ""
+        return "" if self.is_ambiguous else urlsplit(f"none://{self.host}").hostname or ""
 
     @property
-    def place(self) -> str:
+    def public_url(self) -> str:
         """The URL without credentials and options."""
-        if self.ambiguous:
-            return self._known.place
-        belongs = self.fragment and self.scheme not in (*WEB, *REDIS)
+        if self.is_ambiguous:
+            return self._public_part.public_url
+        belongs = self.fragment and self.scheme not in (*WEB_SCHEMES, *REDIS_SCHEMES)
         fragment = f"#{self.fragment.partition('?')[0]}" if belongs else ""
-        return f"{self._begin}{self.host}{self.path}{fragment}"
+        return f"{self._scheme_prefix}{self.host}{self.path}{fragment}"
 
     @property
-    def redis(self) -> str:
+    def redacted_redis_url(self) -> str:
         """The URL of a Redis with its user, its database and the options that are no secret."""
-        if self.ambiguous:
-            return self._known.redis
+        if self.is_ambiguous:
+            return self._public_part.redacted_redis_url
         user, colon, _ = self.credentials.partition(":")
-        who = f"{user}:{HIDDEN}@" if colon else f"{user}@" if user else ""
+        who = f"{user}:{REDACTED}@" if colon else f"{user}@" if user else ""
         database = self.path.strip("/")
         known = self.scheme == "unix" or not database or database.isdecimal()
-        path = self.path if known else f"/{HIDDEN}"
-        options = "&".join(map(_option, self.query.split("&"))) if self.query else ""
-        mark = f"#{HIDDEN}" if self.fragment else ""
-        return f"{self._begin}{who}{self.host}{path}{'?' if options else ''}{options}{mark}"
+        path = self.path if known else f"/{REDACTED}"
+        options = "&".join(map(_redact_option, self.query.split("&"))) if self.query else ""
+        mark = f"#{REDACTED}" if self.fragment else ""
+        return f"{self._scheme_prefix}{who}{self.host}{path}{'?' if options else ''}{options}{mark}"
 
-    def hide(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         """Return another text, such as a client's error, without the URL's secrets."""
         for secret in sorted(self._secrets, key=len, reverse=True):
-            text = text.replace(secret, HIDDEN)
+            text = text.replace(secret, REDACTED)
         return text
 
     @property
-    def _begin(self) -> str:
+    def _scheme_prefix(self) -> str:
         return f"{self.scheme}://" if self.scheme else ""
 
     @property
-    def _known(self) -> Url:
+    def _public_part(self) -> Url:
         """What is sure to be no secret of an ambiguous URL."""
-        rest = Url.of(f"{self._begin}{self.host}")
-        if rest.ambiguous:
-            return Url(self.scheme, "", HIDDEN)
-        host = f"{HIDDEN}@{rest.host}" if rest.host else HIDDEN
+        rest = Url.parse(f"{self._scheme_prefix}{self.host}")
+        if rest.is_ambiguous:
+            return Url(self.scheme, "", REDACTED)
+        host = f"{REDACTED}@{rest.host}" if rest.host else REDACTED
         return Url(self.scheme, "", host, rest.path, rest.query, rest.fragment)
 
     @property
     def _secrets(self) -> set[str]:
         user, colon, password = self.credentials.partition(":")
-        options = [piece for piece in self.query.split("&") if _option(piece) != piece]
+        options = [piece for piece in self.query.split("&") if _redact_option(piece) != piece]
         parts = {self.credentials, password if colon else user, self.fragment, *options}
         parts |= {piece.partition("=")[2] for piece in options}
         if len(options) == self.query.count("&") + 1:
             parts.add(self.query)
-        if self.ambiguous:
+        if self.is_ambiguous:
             parts |= {part for mark in "/?#@:[]" for part in self.credentials.split(mark)}
-        return {form for part in parts for form in _forms(part) if len(form) >= LEAST}
+        return {
+            form
+            for part in parts
+            for form in _list_spellings(part)
+            if len(form) >= MIN_SECRET_CHARS
+        }
 
 
-def _split(scheme: str, rest: str) -> SplitResult | None:
+def _split_unambiguous(scheme: str, rest: str) -> SplitResult | None:
     """Return the parts of a URL; None if it is ambiguous."""
     if any(mark < " " for mark in rest):  # which clients drop, or do not
         return None
@@ -119,27 +136,27 @@ def _split(scheme: str, rest: str) -> SplitResult | None:
         return None
     if scheme and parts.scheme != scheme.lower():
         return None
-    options = [piece for piece in parts.query.split("&") if not _is_known(piece)]
+    options = [piece for piece in parts.query.split("&") if not _is_known_option(piece)]
     behind = "@" in parts.path + parts.fragment + "".join(options)
-    storage = scheme and scheme not in REDIS and not {"@", ":"} & set(parts.netloc)
+    storage = scheme and scheme not in REDIS_SCHEMES and not {"@", ":"} & set(parts.netloc)
     return None if behind and parts.netloc and not storage else parts
 
 
-def _is_known(piece: str) -> bool:
+def _is_known_option(piece: str) -> bool:
     """True if an option is one that clients of Redis take: an @ in it ends no password."""
     name, equals, _ = piece.partition("=")
-    return bool(equals) and unquote_plus(name) in {"username", "password", *OPTIONS}
+    return bool(equals) and unquote_plus(name) in {"username", "password", *PUBLIC_OPTIONS}
 
 
-def _option(piece: str) -> str:
+def _redact_option(piece: str) -> str:
     """Return an option of a Redis URL as it may be shown."""
     name, equals, value = piece.partition("=")
     if not equals:
-        return HIDDEN
-    return piece if name in OPTIONS and set(value) <= PLAIN else f"{name}={HIDDEN}"
+        return REDACTED
+    return piece if name in PUBLIC_OPTIONS and set(value) <= PLAIN_CHARS else f"{name}={REDACTED}"
 
 
-def _forms(part: str) -> set[str]:
+def _list_spellings(part: str) -> set[str]:
     """Return the ways in which a part of a URL may stand in another text."""
     plain = unquote(part)
     return {part, plain, unquote_plus(part), quote(plain), quote(plain, safe=""), repr(plain)[1:-1]}

@@ -12,47 +12,47 @@ from typing import Any
 import msgpack
 
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
+from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES
 
-HEADER = 5  # bytes at most before the messages of a frame
-ENVELOPE = 64  # bytes at most around an answer, in its message
+HEADER_BYTES = 5  # bytes at most before the messages of a frame
+ENVELOPE_BYTES = 64  # bytes at most around an answer, in its message
 
 
-def packed(message: Any) -> bytes:
+def pack_message(message: Any) -> bytes:
     """A message as bytes; BadMessage when it cannot travel."""
     try:
         content: bytes = msgpack.packb(message, use_bin_type=True)
     except (OverflowError, TypeError, ValueError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
-    if HEADER + len(content) > FRAME_LIMIT:
-        raise BadMessage(f"{len(content)} bytes; the limit is {FRAME_LIMIT - HEADER}")
+    if HEADER_BYTES + len(content) > MAX_FRAME_BYTES:
+        raise BadMessage(f"{len(content)} bytes; the limit is {MAX_FRAME_BYTES - HEADER_BYTES}")
     return content
 
 
-def checked(answer: Any) -> None:
+def check_packable(answer: Any) -> None:
     """BadMessage when the answer cannot travel in the message that will hold it."""
-    packed([answer, bytes(ENVELOPE)])
+    pack_message([answer, bytes(ENVELOPE_BYTES)])
 
 
-def frames(messages: Iterable[bytes]) -> Iterator[bytes]:
+def build_frames(messages: Iterable[bytes]) -> Iterator[bytes]:
     """Packed messages as lists, in as few frames as they fit in."""
     batch: list[bytes] = []
-    size = HEADER
+    size = HEADER_BYTES
     for message in messages:
-        if batch and size + len(message) > FRAME_LIMIT:
-            yield _list(batch)
-            batch, size = [], HEADER
+        if batch and size + len(message) > MAX_FRAME_BYTES:
+            yield _build_frame(batch)
+            batch, size = [], HEADER_BYTES
         batch.append(message)
         size += len(message)
     if batch:
-        yield _list(batch)
+        yield _build_frame(batch)
 
 
-def _list(messages: list[bytes]) -> bytes:
+def _build_frame(messages: list[bytes]) -> bytes:
     header: bytes = msgpack.Packer().pack_array_header(len(messages))
     return header + b"".join(messages)
 
 
-def encodable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """The text, with halves of surrogate pairs as question marks."""
     return text.encode("utf-8", "replace").decode()

@@ -12,10 +12,10 @@ from typing import Any
 
 from meshrl.common.mesh.process.entry import child
 
-START_S = 60.0
-CALL_S = 3600.0  # a caller that waits less long kills the process that waits here
+START_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 3600.0  # a caller that waits less long kills the process that waits here
 
-Listed = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
+ToolSpecs = dict[str, tuple[str, dict[str, Any]]]  # tool -> (description, JSON schema of arguments)
 
 
 class McpServer:
@@ -23,21 +23,21 @@ class McpServer:
 
     def __init__(self, command: list[str], directory: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._ready: asyncio.Future[Any] = self._loop.create_future()
-        self._closing = asyncio.Event()
+        self._session_future: asyncio.Future[Any] = self._loop.create_future()
+        self._close_requested = asyncio.Event()
         # One task enters and leaves the package's scopes, which it insists on.
-        self._serving = self._loop.create_task(self._serve(command, directory))
-        self._session = self._wait(self._ready, START_S)
+        self._serve_task = self._loop.create_task(self._serve(command, directory))
+        self._session = self._run_blocking(self._session_future, START_TIMEOUT_S)
 
-    def tools(self) -> Listed:
+    def list_tools(self) -> ToolSpecs:
         """The server's tools by name, of all pages: description, and JSON schema of the arguments.
         TimeoutError after `START_S`.
         """
-        found = self._wait(self._pages(), START_S)
-        schemas = [_field(tool, "input_schema", "inputSchema") for tool in found]
+        found = self._run_blocking(self._list_all_pages(), START_TIMEOUT_S)
+        schemas = [_get_attribute(tool, "input_schema", "inputSchema") for tool in found]
         return {t.name: (t.description or "", s) for t, s in zip(found, schemas, strict=True)}
 
-    def call(self, tool: str, arguments: Any) -> Any:
+    def call_tool(self, tool: str, arguments: Any) -> Any:
         """Call a tool and return its text, or the structure where it returns nothing else.
 
         A line stands for each part that is no text. A failed call returns {"error": text}.
@@ -45,21 +45,21 @@ class McpServer:
         """
         if not isinstance(arguments, dict):
             raise TypeError(f"an MCP tool takes a table of arguments, not {arguments!r:.80}")
-        result = self._wait(self._session.call_tool(tool, arguments), CALL_S)
-        text = "\n".join(map(_text_of, result.content))
-        if _field(result, "is_error", "isError"):
+        result = self._run_blocking(self._session.call_tool(tool, arguments), CALL_TIMEOUT_S)
+        text = "\n".join(map(_to_text, result.content))
+        if _get_attribute(result, "is_error", "isError"):
             return {"error": text}
-        structure = _field(result, "structured_content", "structuredContent")
+        structure = _get_attribute(result, "structured_content", "structuredContent")
         if structure and any(part.type != "text" for part in result.content):
             return f"{text}\n{json.dumps(structure, ensure_ascii=False)}"
         return structure if structure and not result.content else text
 
-    async def _pages(self) -> list[Any]:
+    async def _list_all_pages(self) -> list[Any]:
         from mcp.types import PaginatedRequestParams
 
         page = await self._session.list_tools()
         found, seen = list(page.tools), set()
-        while cursor := _field(page, "next_cursor", "nextCursor"):
+        while cursor := _get_attribute(page, "next_cursor", "nextCursor"):
             if cursor in seen:
                 raise RuntimeError(f"tools/list goes on with the page {cursor!r} again")
             seen.add(cursor)
@@ -69,8 +69,8 @@ class McpServer:
 
     def close(self) -> None:
         """Ends the server's process; TimeoutError if it has not gone after `START_S`."""
-        self._closing.set()
-        self._wait(self._serving, START_S)
+        self._close_requested.set()
+        self._run_blocking(self._serve_task, START_TIMEOUT_S)
         self._loop.close()
 
     async def _serve(self, command: list[str], directory: str) -> None:
@@ -87,14 +87,14 @@ class McpServer:
                 ClientSession(*streams) as session,
             ):
                 await session.initialize()
-                self._ready.set_result(session)
-                await self._closing.wait()
+                self._session_future.set_result(session)
+                await self._close_requested.wait()
         except Exception as error:
-            if self._ready.done():
+            if self._session_future.done():
                 raise
-            self._ready.set_exception(RuntimeError(f"{' '.join(command)}: {error}"))
+            self._session_future.set_exception(RuntimeError(f"{' '.join(command)}: {error}"))
 
-    def _wait(self, work: Any, deadline_s: float) -> Any:
+    def _run_blocking(self, work: Any, deadline_s: float) -> Any:
         async def limited() -> Any:
             async with asyncio.timeout(deadline_s):
                 return await work
@@ -102,16 +102,16 @@ class McpServer:
         return self._loop.run_until_complete(limited())
 
 
-def listed(command: list[str], directory: str) -> Listed:
+def list_server_tools(command: list[str], directory: str) -> ToolSpecs:
     """The tools of a server, which is started for this and ended again."""
     server = McpServer(command, directory)
     try:
-        return server.tools()
+        return server.list_tools()
     finally:
         server.close()
 
 
-def _text_of(part: Any) -> str:
+def _to_text(part: Any) -> str:
     """A part of an answer as text: what it says, or a line in place of what cannot be shown."""
     resource = getattr(part, "resource", None)
     if (text := getattr(resource or part, "text", None)) is not None:
@@ -119,12 +119,12 @@ def _text_of(part: Any) -> str:
     if part.type == "resource_link":
         described = f": {part.description}" if part.description else ""
         return f"[link to {part.name}, {part.uri}{described}]"
-    kind = _field(resource or part, "mime_type", "mimeType") or "unknown type"
+    kind = _get_attribute(resource or part, "mime_type", "mimeType") or "unknown type"
     data = str(getattr(part, "data", None) or getattr(resource, "blob", ""))
     of = f" {resource.uri}" if resource is not None else ""
     return f"[{part.type}{of} of {kind}, {len(data) * 3 // 4} bytes: it cannot be shown as text]"
 
 
-def _field(thing: Any, *names: str) -> Any:
+def _get_attribute(thing: Any, *names: str) -> Any:
     """An attribute that releases of the package call differently."""
     return next((getattr(thing, name) for name in names if hasattr(thing, name)), None)

@@ -13,33 +13,36 @@ from hashlib import blake2b
 from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.base.files.file_locks import lies_at, unheld
+from meshrl.common.base.files.file_locks import is_file_at, try_lock_file
 
 SHARED_MEMORY = Path("/dev/shm")
-IN_MEMORY = "meshrl-kv-"  # begins the names of what hosts keep there
-NAMES = 16  # that a host may have there: another user can take some of them first
-ENGINES = ".engines"  # in a directory: its engines hold this file's lock
-KV = "kv"  # on the disk, below the root of a host's runs
+MEMORY_DIRECTORY_PREFIX = "meshrl-kv-"  # begins the names of what hosts keep there
+MAX_MEMORY_DIRECTORIES = 16  # that a host may have there: another user can take some of them first
+LOCK_FILE = ".engines"  # in a directory: its engines hold this file's lock
+DISK_DIRECTORY = "kv"  # on the disk, below the root of a host's runs
 
 
-def memory_root(run_root: str) -> Path:
+def get_memory_root(run_root: str) -> Path:
     """The directory below which a host keeps them in memory: the first of several names that is
     this user's, else the first that is free. Every user may make directories there.
     """
     about = f"{os.geteuid()} {Path(run_root).resolve()}"
-    digests = (blake2b(f"{about} {n}".encode(), digest_size=8).hexdigest() for n in range(NAMES))
-    names = [SHARED_MEMORY / f"{IN_MEMORY}{digest}" for digest in digests]
+    digests = (
+        blake2b(f"{about} {n}".encode(), digest_size=8).hexdigest()
+        for n in range(MAX_MEMORY_DIRECTORIES)
+    )
+    names = [SHARED_MEMORY / f"{MEMORY_DIRECTORY_PREFIX}{digest}" for digest in digests]
     own = (name for name in names if is_private(name))
     free = (name for name in names if not os.path.lexists(name))
     return next(own, None) or next(free, names[0])
 
 
-def disk_root(run_root: str, path: str) -> Path:
+def get_disk_root(run_root: str, path: str) -> Path:
     """Below which it keeps them on a disk; `path`: another place than that of its runs."""
-    return Path(path).expanduser() if path else Path(run_root) / KV
+    return Path(path).expanduser() if path else Path(run_root) / DISK_DIRECTORY
 
 
-def own_directory(path: Path) -> Path:
+def make_private_directory(path: Path) -> Path:
     """A directory that nobody else can read; ConfigError if another user has made it."""
     with suppress(FileExistsError):  # a file, or a link to what is not there
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,25 +64,27 @@ def is_private(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o77
 
 
-def sweep(run_root: str) -> None:
+def remove_abandoned(run_root: str) -> None:
     """Removes the directories of engines that were killed; in memory, where what a whole mesh left
     would fill the host, those of this user's other roots too.
     """
-    roots = [root for root in SHARED_MEMORY.glob(f"{IN_MEMORY}*") if is_private(root)]
-    for root in (*roots, disk_root(run_root, "")):
+    roots = [root for root in SHARED_MEMORY.glob(f"{MEMORY_DIRECTORY_PREFIX}*") if is_private(root)]
+    for root in (*roots, get_disk_root(run_root, "")):
         for directory in root.glob("*"):
-            leave(directory)
+            release_directory(directory)
 
 
-def enter(directory: Path) -> tuple[int, bool]:
+def acquire_directory(directory: Path) -> tuple[int, bool]:
     """Uses a directory from now on, which is there then, until what it returns is given to `leave`;
     and whether no other engine does so.
     """
     while True:
-        own_directory(directory.parent)
+        make_private_directory(directory.parent)
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            descriptor = os.open(directory / ENGINES, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(
+                directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
         except FileNotFoundError:  # the last one left at this moment
             continue
         alone = True
@@ -88,36 +93,36 @@ def enter(directory: Path) -> tuple[int, bool]:
         except OSError:
             alone = False
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if lies_at(descriptor, directory / ENGINES):
+        if is_file_at(descriptor, directory / LOCK_FILE):
             return descriptor, alone
         os.close(descriptor)  # the last one has left meanwhile, and taken it away
 
 
-def entered(directory: Path, descriptor: int) -> bool:
+def downgrade_lock(directory: Path, descriptor: int) -> bool:
     """Lets others in, after what the first one had to do alone; whether the directory is still
     there: for a moment nobody has its lock.
     """
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return lies_at(descriptor, directory / ENGINES)
+    return is_file_at(descriptor, directory / LOCK_FILE)
 
 
-def leave(directory: Path, descriptor: int | None = None) -> bool:
+def release_directory(directory: Path, descriptor: int | None = None) -> bool:
     """Uses a directory no more; whether it is gone, because nobody else does."""
     if descriptor is not None:
         os.close(descriptor)
-    with unheld(directory / ENGINES) as nobody:
+    with try_lock_file(directory / LOCK_FILE) as nobody:
         if not nobody:
             return False
         try:
             # The lock's file last: who comes meanwhile waits for it.
             for path in directory.iterdir():
-                if path.name == ENGINES:
+                if path.name == LOCK_FILE:
                     continue
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-            (directory / ENGINES).unlink()
+            (directory / LOCK_FILE).unlink()
             directory.rmdir()
             with suppress(OSError):  # other jobs of the host have theirs there
                 directory.parent.rmdir()

@@ -11,18 +11,26 @@ from typing import Any
 
 # Marks that public models put around their reasoning. An end that is quoted, as in a program's
 # text or in backticks, is no mark.
-BEGINNINGS = ("<think>", "[THINK]", "<seed:think>", "<|START_THINKING|>", "<|channel|>analysis")
-_ENDS = r"</think>|\[/THINK\]|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>"
-END = re.compile(rf"(?<![\"'])(?<![^`]`)(?:{_ENDS})(?![\"'])")
-NAMES_REASONING = re.compile(  # marks in a pattern that is meant for reasoning, too
+REASONING_STARTS = (
+    "<think>",
+    "[THINK]",
+    "<seed:think>",
+    "<|START_THINKING|>",
+    "<|channel|>analysis",
+)
+_REASONING_ENDS = (
+    r"</think>|\[/THINK\]|</seed:think>|<\|END_THINKING\|>|<\|channel\|>final<\|message\|>"
+)
+REASONING_END = re.compile(rf"(?<![\"'])(?<![^`]`)(?:{_REASONING_ENDS})(?![\"'])")
+REASONING_PATTERN = re.compile(  # marks in a pattern that is meant for reasoning, too
     r"think\\?>|THINK\\?\]|(?:START|END)_THINKING|channel\\?\|"
 )
-FENCE = "```"
-SECTIONS = 100  # of reasoning, one after the other
+CODE_FENCE = "```"
+MAX_REASONING_SECTIONS = 100  # of reasoning, one after the other
 
 
-def answer_of(
-    turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, reasoning: bool = False
+def extract_answer(
+    turns: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, keep_reasoning: bool = False
 ) -> str | None:
     """Return the model's last turn without what ended it and without its reasoning.
 
@@ -45,32 +53,32 @@ def answer_of(
     ends = [end for end in ([strip] if isinstance(strip, str) else strip) if end]
     while found := next((end for end in ends if text.endswith(end)), ""):
         text = text[: -len(found)]
-    return text if reasoning else spoken(text)
+    return text if keep_reasoning else strip_reasoning(text)
 
 
-def spoken(text: str) -> str | None:
+def strip_reasoning(text: str) -> str | None:
     """Return what follows the reasoning at the beginning of a turn; None if that does not end.
 
     The beginning may be the prompt's: an end without one ends reasoning as well, unless it stands
     in a comment of a fenced block.
     """
-    for _ in range(SECTIONS):
-        begun = text.lstrip().startswith(BEGINNINGS)
-        end = _reasoning_end(text, begun)
+    for _ in range(MAX_REASONING_SECTIONS):
+        begun = text.lstrip().startswith(REASONING_STARTS)
+        end = _find_reasoning_end(text, begun)
         if end < 0:
             return None if begun else text
         text = text[end:].lstrip("\r\n")
-        if not text.lstrip().startswith(BEGINNINGS):
+        if not text.lstrip().startswith(REASONING_STARTS):
             return text
     return None
 
 
-def _reasoning_end(text: str, begun: bool) -> int:
+def _find_reasoning_end(text: str, has_start: bool) -> int:
     fences = counted = 0
-    for end in END.finditer(text):
-        fences += text.count(FENCE, counted, end.start())
+    for end in REASONING_END.finditer(text):
+        fences += text.count(CODE_FENCE, counted, end.start())
         counted = end.start()
         line = text[text.rfind("\n", 0, counted) + 1 : counted]
-        if begun or "#" not in line or fences % 2 == 0:
+        if has_start or "#" not in line or fences % 2 == 0:
             return end.end()
     return -1

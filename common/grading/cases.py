@@ -13,58 +13,58 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.common.grading.suites import parsed
-from meshrl.common.grading.support import Unsupported
+from meshrl.common.grading.isolated_support import UnsupportedTests
+from meshrl.common.grading.python_tests import parse_source
 
-DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain.py`
-DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
-CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
-SCALARS = {bool, int, float, str, type(None)}
-LINKED = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
-SOLUTION = "solution"  # the module that tests in Python import
+MAX_DEPTH = 200  # nesting of one value; the same as in `jail/wire/plain_data.py`
+MAX_DIGITS = 100_000  # of a whole number in JSON text; reading more would hold up all other calls
+DIGITS_PER_CHUNK = 4_000  # digits that `int` reads at once, below where it refuses a text
+SCALAR_TYPES = {bool, int, float, str, type(None)}
+LINKED_NODE_TYPES = ("ListNode", "TreeNode")  # types of arguments that a corpus builds from lists
+SOLUTION_MODULE = "solution"  # the module that tests in Python import
 FUNCTION_KEYS = ("function", "fn_name")
 
 
-class BadTests(Exception):
+class InvalidTests(Exception):
     """The row's tests are none."""
 
 
 @dataclass(frozen=True)
-class Printed:
+class StdioCase:
     """What a program reads, and the texts of which it is to print one."""
 
     stdin: str
-    accepted: tuple[str, ...]
+    accepted_outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Called:
+class FunctionCase:
     """A call, and the JSON values of which it is to return one."""
 
     args: list[Any]
-    accepted: list[Any]
+    accepted_results: list[Any]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class PrintedTests:
+class StdioTests:
     """Cases of a program."""
 
-    cases: list[Printed]
+    cases: list[StdioCase]
 
 
 @dataclass(frozen=True)
-class CalledTests:
+class FunctionTests:
     """Cases of one function, or of `Class.method`."""
 
     function: str
-    cases: list[Called]
+    cases: list[FunctionCase]
 
 
-Tests = str | PrintedTests | CalledTests  # a text is tests in Python
+Tests = str | StdioTests | FunctionTests  # a text is tests in Python
 
 
-def read(tests: Any) -> Tests:
+def parse_tests(tests: Any) -> Tests:
     """What a row's `tests` are, whichever shape they have.
 
     BadTests says why they are none, Unsupported what of them cannot be graded by.
@@ -73,48 +73,50 @@ def read(tests: Any) -> Tests:
         if not tests.lstrip().startswith(("{", "[")):
             return tests
         try:  # the list or table that a text is, as datasets store them
-            found = _loads(tests)
+            found = _load_json(tests)
         except (ValueError, RecursionError):
             return tests
-        return read(found)
+        return parse_tests(found)
     if isinstance(tests, list):
-        return PrintedTests([_printed_case(case) for case in tests])
+        return StdioTests([_parse_stdio_case(case) for case in tests])
     if not isinstance(tests, dict):
-        raise BadTests(f"tests are a list, a table or a text, not {_kind(tests)}")
+        raise InvalidTests(f"tests are a list, a table or a text, not {_describe_type(tests)}")
     function = next((str(tests[key]) for key in FUNCTION_KEYS if tests.get(key)), "")
-    _no_linked(tests)
+    _reject_linked_nodes(tests)
     if "cases" in tests:
-        cases = _listed(tests["cases"], "cases")
+        cases = _require_list(tests["cases"], "cases")
         if function:
-            return CalledTests(function, [_called(case) for case in cases])
-        return PrintedTests([_printed_case(case) for case in cases])
-    pairs = list(_pairs(tests))
+            return FunctionTests(function, [_parse_function_case(case) for case in cases])
+        return StdioTests([_parse_stdio_case(case) for case in cases])
+    pairs = list(_pair_inputs_with_outputs(tests))
     if function:
-        return CalledTests(function, _called_pairs(pairs))
-    return PrintedTests([Printed(_text(a, "an input"), (_text(b, "an output"),)) for a, b in pairs])
+        return FunctionTests(function, _parse_function_pairs(pairs))
+    return StdioTests(
+        [StdioCase(_parse_text(a, "an input"), (_parse_text(b, "an output"),)) for a, b in pairs]
+    )
 
 
-def names(tests: Tests) -> frozenset[str]:
+def find_required_names(tests: Tests) -> frozenset[str]:
     """What a program must define, as far as its tests say: one of these."""
-    if isinstance(tests, CalledTests):
+    if isinstance(tests, FunctionTests):
         return frozenset({tests.function.partition(".")[0]})
-    if isinstance(tests, PrintedTests):
+    if isinstance(tests, StdioTests):
         return frozenset()
-    if (tree := parsed(tests)) is None:  # told when they are to run
+    if (tree := parse_source(tests)) is None:  # told when they are to run
         return frozenset()
     found: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION:
+        if isinstance(node, ast.ImportFrom) and node.module == SOLUTION_MODULE:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found |= {node.attr} if node.value.id == SOLUTION else set()
+            found |= {node.attr} if node.value.id == SOLUTION_MODULE else set()
     if "*" in found:  # whatever they use and have from nowhere else
-        used, bound = used_and_bound(tree)
+        used, bound = find_used_and_bound_names(tree)
         found = (found - {"*"}) | (used - bound - set(dir(builtins)))
     return frozenset(found)
 
 
-def used_and_bound(tree: ast.Module) -> tuple[set[str], set[str]]:
+def find_used_and_bound_names(tree: ast.Module) -> tuple[set[str], set[str]]:
     """Names that a program reads, and those that it binds anywhere."""
     used: set[str] = set()
     bound: set[str] = set()
@@ -133,143 +135,158 @@ def used_and_bound(tree: ast.Module) -> tuple[set[str], set[str]]:
 # ---- programs that print ------------------------------------------------------------------------
 
 
-def _printed_case(case: Any) -> Printed:
-    case = _table(case)
+def _parse_stdio_case(case: Any) -> StdioCase:
+    case = _require_dict(case)
     if case.get("testtype") == "functional":
         fix = 'write {"function": NAME, "cases": [...]}'
-        raise Unsupported(f"a case with testtype functional does not say of which function: {fix}")
-    stdin = _text(_of(case, "input"), "an input")
+        raise UnsupportedTests(
+            f"a case with testtype functional does not say of which function: {fix}"
+        )
+    stdin = _parse_text(_require_key(case, "input"), "an input")
     if "outputs" in case:  # any of them is right
-        outputs = _listed(case["outputs"], "outputs")
+        outputs = _require_list(case["outputs"], "outputs")
         if not outputs:
-            raise BadTests("a case whose outputs are an empty list")
-        return Printed(stdin, tuple(_text(output, "an output") for output in outputs))
-    return Printed(stdin, (_text(_of(case, "output"), "an output"),))
+            raise InvalidTests("a case whose outputs are an empty list")
+        return StdioCase(stdin, tuple(_parse_text(output, "an output") for output in outputs))
+    return StdioCase(stdin, (_parse_text(_require_key(case, "output"), "an output"),))
 
 
-def _text(value: Any, what: str) -> str:
+def _parse_text(value: Any, what: str) -> str:
     """A text; a list is its lines, as in APPS."""
     if isinstance(value, list):
         if all(isinstance(line, str) for line in value):
             return "\n".join(value)
-        raise Unsupported(f"{what} of a program that is a list of other things than lines")
+        raise UnsupportedTests(f"{what} of a program that is a list of other things than lines")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    raise BadTests(f"{what} of a program is a text, not {_kind(value)}")
+    raise InvalidTests(f"{what} of a program is a text, not {_describe_type(value)}")
 
 
 # ---- calls --------------------------------------------------------------------------------------
 
 
-def _called(case: Any) -> Called:
-    case = _table(case)
-    _no_linked(case)
+def _parse_function_case(case: Any) -> FunctionCase:
+    case = _require_dict(case)
+    _reject_linked_nodes(case)
     if "args" in case:
-        args = _plain(_listed(case["args"], "args"))
-        kwargs = _plain(_table(case.get("kwargs") or {}))
-        return Called(args, [_plain(_of(case, "output"))], kwargs)
-    given, wanted = _of(case, "input"), _of(case, "output")
+        args = _check_json_value(_require_list(case["args"], "args"))
+        kwargs = _check_json_value(_require_dict(case.get("kwargs") or {}))
+        return FunctionCase(args, [_check_json_value(_require_key(case, "output"))], kwargs)
+    given, wanted = _require_key(case, "input"), _require_key(case, "output")
     if isinstance(given, str) and isinstance(wanted, str):
-        return Called(_json_lines(given), [_value(wanted)])
-    raise BadTests("a case of a function has a list of args")
+        return FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
+    raise InvalidTests("a case of a function has a list of args")
 
 
-def _called_pairs(pairs: list[tuple[Any, Any]]) -> list[Called]:
+def _parse_function_pairs(pairs: list[tuple[Any, Any]]) -> list[FunctionCase]:
     if all(isinstance(given, str) and isinstance(wanted, str) for given, wanted in pairs):
-        return [Called(_json_lines(given), [_value(wanted)]) for given, wanted in pairs]
+        return [
+            FunctionCase(_parse_json_lines(given), [_parse_json_value(wanted)])
+            for given, wanted in pairs
+        ]
     # Corpora of this shape wrap each result in a list, or none; which, the row does not say.
     wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
     cases = []
     for given, wanted in pairs:
-        args, value = _plain(_listed(given, "inputs of a function")), _plain(wanted)
-        cases.append(Called(args, [value[0], value] if wrapped else [value]))
+        args, value = (
+            _check_json_value(_require_list(given, "inputs of a function")),
+            _check_json_value(wanted),
+        )
+        cases.append(FunctionCase(args, [value[0], value] if wrapped else [value]))
     return cases
 
 
-def _json_lines(text: str) -> list[Any]:
+def _parse_json_lines(text: str) -> list[Any]:
     """Arguments, one JSON value a line, as in LiveCodeBench."""
-    return [_value(line) for line in text.splitlines() if line.strip()]
+    return [_parse_json_value(line) for line in text.splitlines() if line.strip()]
 
 
-def _value(text: str) -> Any:
+def _parse_json_value(text: str) -> Any:
     try:
-        return _plain(_loads(text))
+        return _check_json_value(_load_json(text))
     except ValueError as error:
-        raise BadTests(f"an argument or result that is not JSON: {text[:80]!r}") from error
+        raise InvalidTests(f"an argument or result that is not JSON: {text[:80]!r}") from error
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _check_json_value(value: Any, depth: int = 0) -> Any:
     """The value, which JSON holds."""
-    if depth > DEPTH:
-        raise Unsupported(f"a value nested deeper than {DEPTH}")
+    if depth > MAX_DEPTH:
+        raise UnsupportedTests(f"a value nested deeper than {MAX_DEPTH}")
     if isinstance(value, list | tuple):
-        if set(map(type, value)) <= SCALARS:
+        if set(map(type, value)) <= SCALAR_TYPES:
             return list(value)
-        return [_plain(item, depth + 1) for item in value]
+        return [_check_json_value(item, depth + 1) for item in value]
     if isinstance(value, dict):
         if not all(isinstance(key, str) and key[:1] != "\0" for key in value):
-            raise Unsupported("a table with keys that are no text, or begin with a null character")
-        return {key: _plain(item, depth + 1) for key, item in value.items()}
+            raise UnsupportedTests(
+                "a table with keys that are no text, or begin with a null character"
+            )
+        return {key: _check_json_value(item, depth + 1) for key, item in value.items()}
     if value is None or isinstance(value, str | int | float):
         return value
-    raise Unsupported(f"{_kind(value)} as argument or result of a function: JSON holds none")
+    raise UnsupportedTests(
+        f"{_describe_type(value)} as argument or result of a function: JSON holds none"
+    )
 
 
-def _no_linked(table: dict[str, Any]) -> None:
+def _reject_linked_nodes(table: dict[str, Any]) -> None:
     """Unsupported if a mark beside the cases says that lists stand for linked nodes."""
     cases = {"cases", "args", "kwargs", "input", "output", "inputs", "outputs"}
     marks = repr({key: value for key, value in table.items() if key not in cases})
-    if name := next((name for name in LINKED if name in marks), ""):
-        raise Unsupported(f"arguments or results of the type {name}, which are built of lists")
+    if name := next((name for name in LINKED_NODE_TYPES if name in marks), ""):
+        raise UnsupportedTests(f"arguments or results of the type {name}, which are built of lists")
 
 
 # ---- tables and JSON ----------------------------------------------------------------------------
 
 
-def _pairs(tests: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+def _pair_inputs_with_outputs(tests: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
     if not ("inputs" in tests and "outputs" in tests):
         keys = ", ".join(map(repr, tests)) or "nothing"
         what = "function and cases, or inputs and outputs"
-        raise BadTests(f"a table of tests has {what}; it has {keys}")
-    inputs, outputs = _listed(tests["inputs"], "inputs"), _listed(tests["outputs"], "outputs")
+        raise InvalidTests(f"a table of tests has {what}; it has {keys}")
+    inputs, outputs = (
+        _require_list(tests["inputs"], "inputs"),
+        _require_list(tests["outputs"], "outputs"),
+    )
     if len(inputs) != len(outputs):
-        raise BadTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
+        raise InvalidTests(f"{len(inputs)} inputs and {len(outputs)} outputs")
     return zip(inputs, outputs, strict=True)
 
 
-def _table(value: Any) -> dict[str, Any]:
+def _require_dict(value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
-    raise BadTests(f"a case is a table, not {_kind(value)}")
+    raise InvalidTests(f"a case is a table, not {_describe_type(value)}")
 
 
-def _listed(value: Any, what: str) -> list[Any]:
+def _require_list(value: Any, what: str) -> list[Any]:
     if isinstance(value, list | tuple):
         return list(value)
-    raise BadTests(f"{what} are a list, not {_kind(value)}")
+    raise InvalidTests(f"{what} are a list, not {_describe_type(value)}")
 
 
-def _of(case: dict[str, Any], key: str) -> Any:
+def _require_key(case: dict[str, Any], key: str) -> Any:
     if key in case:
         return case[key]
-    raise BadTests(f"a case without {key!r}")
+    raise InvalidTests(f"a case without {key!r}")
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _loads(text: str) -> Any:
-    return json.loads(text, parse_int=whole)
+def _load_json(text: str) -> Any:
+    return json.loads(text, parse_int=parse_integer)
 
 
-def whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """The number that decimal digits spell, however many; Unsupported beyond DIGITS of them."""
-    if len(text) > DIGITS:
-        raise Unsupported(f"a whole number of {len(text)} digits; {DIGITS} at most")
-    if len(text) <= CHUNK:
+    if len(text) > MAX_DIGITS:
+        raise UnsupportedTests(f"a whole number of {len(text)} digits; {MAX_DIGITS} at most")
+    if len(text) <= DIGITS_PER_CHUNK:
         return int(text)
     sign, digits = (-1, text[1:]) if text[0] == "-" else (1, text)
     middle = len(digits) // 2
-    high, low = whole(digits[:-middle]), whole(digits[-middle:])
+    high, low = parse_integer(digits[:-middle]), parse_integer(digits[-middle:])
     return sign * (high * int(10**middle) + low)

@@ -11,141 +11,147 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-LETTERS = "ABCDEFGHIJ"  # of choices, where the option `letters` names no others
-CHOICES = "choices"  # key of a row's choices
-LONGEST = 2_000  # characters of a mathematical gold
-LABELLED = re.compile(r"\W*([A-Za-z])(?:\W*|[.):]\s*\S.*)", re.DOTALL)  # B, (B), B., "B. Paris"
-WHOLE = re.compile(r"-?\d+(?:\.0+)?")
-SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
+DEFAULT_LETTERS = "ABCDEFGHIJ"  # of choices, where the option `letters` names no others
+CHOICES_KEY = "choices"  # key of a row's choices
+MAX_MATH_CHARS = 2_000  # characters of a mathematical gold
+LABELLED_CHOICE = re.compile(
+    r"\W*([A-Za-z])(?:\W*|[.):]\s*\S.*)", re.DOTALL
+)  # B, (B), B., "B. Paris"
+INTEGER = re.compile(r"-?\d+(?:\.0+)?")
+GSM8K_SOLUTION = re.compile(r"####\s*(\S[^\n]*)")  # GSM8K's answers end like this
 # What no answer in mathematics holds: it is refused unread.
-CODE = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
-NO_TEXT = "write the text that a right answer is equal to"
+CODE_PATTERN = re.compile(r"__|\b(?:import|lambda|exec|eval|open|getattr)\b")
+TEXT_FIX = "write the text that a right answer is equal to"
 
 
-class BadGold(ValueError):
+class InvalidGold(ValueError):
     """A row's gold answer that no answer can equal; `fix` says what to write."""
 
-    def __init__(self, message: str, fix: str = NO_TEXT) -> None:
+    def __init__(self, message: str, fix: str = TEXT_FIX) -> None:
         super().__init__(message)
         self.fix = fix
 
 
-def value_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+def get_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """Return what the row has under the key that the option `answer` names."""
     key = options.get("answer", "answer")
     if key not in row:
-        raise BadGold(f"the row has no {key!r}", "name the row's key in options.answer")
+        raise InvalidGold(f"the row has no {key!r}", "name the row's key in options.answer")
     return row[key]
 
 
-def text_of(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def parse_text_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the text that `exact` and `regex` compare with."""
-    value = value_of(row, options)
+    value = get_gold(row, options)
     if isinstance(value, float) and (value.is_integer() or "e" in repr(value)):
-        raise BadGold(f"{value!r} is a number with a point, and as a text it is {str(value)!r}")
-    return _scalar(value)
+        raise InvalidGold(f"{value!r} is a number with a point, and as a text it is {str(value)!r}")
+    return _to_text(value)
 
 
-def _scalar(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if value is None:
-        raise BadGold("it is null", "write the answer, or leave the row out")
+        raise InvalidGold("it is null", "write the answer, or leave the row out")
     if not isinstance(value, str | int | float):
-        raise BadGold(f"it is a {type(value).__name__}, not a text: {value!r:.80}")
+        raise InvalidGold(f"it is a {type(value).__name__}, not a text: {value!r:.80}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadGold(f"it is {value}", "write the answer, or leave the row out")
+        raise InvalidGold(f"it is {value}", "write the answer, or leave the row out")
     text = str(value).strip()
     if not text:
-        raise BadGold("it is empty", "write the answer, or leave the row out")
+        raise InvalidGold("it is empty", "write the answer, or leave the row out")
     return text
 
 
 # ---- mathematics ---------------------------------------------------------------------------------
 
 
-def mathematics(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def parse_math_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the gold of `math`: a text or a number; of a solution that ends with `#### 72`, 72."""
-    value = value_of(row, options)
+    value = get_gold(row, options)
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
-    text = _scalar(value)
-    if found := SOLUTION.findall(text):
+    text = _to_text(value)
+    if found := GSM8K_SOLUTION.findall(text):
         text = found[-1].strip()
-    if len(text) > LONGEST:
-        raise BadGold(f"it has {len(text)} characters; {LONGEST} at most", "write the answer alone")
-    if match := CODE.search(text):
-        raise BadGold(f"it holds {match[0]!r}, which is not read in mathematics: {text!r:.80}")
+    if len(text) > MAX_MATH_CHARS:
+        raise InvalidGold(
+            f"it has {len(text)} characters; {MAX_MATH_CHARS} at most", "write the answer alone"
+        )
+    if match := CODE_PATTERN.search(text):
+        raise InvalidGold(f"it holds {match[0]!r}, which is not read in mathematics: {text!r:.80}")
     depth = 0
     for brace in re.findall(r"(?<!\\)(?:\\\\)*([{}])", text):
         depth += 1 if brace == "{" else -1
         if depth < 0:
             break
     if depth:
-        raise BadGold(f"its braces do not match: {text!r:.80}", "close every brace")
+        raise InvalidGold(f"its braces do not match: {text!r:.80}", "close every brace")
     return text
 
 
 # ---- choices -------------------------------------------------------------------------------------
 
 
-def letter(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+def parse_choice_gold(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the letter of the right choice, in upper case.
 
     A gold is a letter (`B`, `(b)`, `B. Paris`); or, in a row with `choices`, one of these: its
     text, its label, or its number, counted from 0.
     """
-    value = value_of(row, options)
+    value = get_gold(row, options)
     if isinstance(value, float) and value.is_integer():  # as Arrow makes of a column with nulls
         value = int(value)
     if isinstance(value, bool):
-        raise BadGold(f"it is {value}, not a letter", "write the letter, as in B")
-    text, letters = _scalar(value), str(options.get("letters", LETTERS)).upper()
-    texts, labels = _choices(row)
+        raise InvalidGold(f"it is {value}, not a letter", "write the letter, as in B")
+    text, letters = _to_text(value), str(options.get("letters", DEFAULT_LETTERS)).upper()
+    texts, labels = _read_choices(row)
     many = len(texts)
-    if (place := _place(text, texts, labels)) is not None:
-        return _nth(place, letters, text)
-    if WHOLE.fullmatch(text):
-        return _numbered(text, isinstance(value, str), texts, letters)
-    match = LABELLED.fullmatch(text)
+    if (place := _find_choice_index(text, texts, labels)) is not None:
+        return _get_nth_letter(place, letters, text)
+    if INTEGER.fullmatch(text):
+        return _get_numbered_letter(text, isinstance(value, str), texts, letters)
+    match = LABELLED_CHOICE.fullmatch(text)
     if match is None:
         known = "none of the row's choices" if many else "the row has no choices"
-        raise BadGold(f"{text!r:.80} names no letter, and {known}", "write the letter, as in B")
+        raise InvalidGold(f"{text!r:.80} names no letter, and {known}", "write the letter, as in B")
     found = match[1].upper()
     if found not in letters or (many and letters.index(found) >= many):
         some = letters[:many] if many else letters
-        raise BadGold(f"{text!r:.80} is none of the letters {some}", "write one of them, as in A")
+        raise InvalidGold(
+            f"{text!r:.80} is none of the letters {some}", "write one of them, as in A"
+        )
     return found
 
 
-def _numbered(text: str, written: bool, texts: list[str], letters: str) -> str:
+def _get_numbered_letter(text: str, is_text: bool, texts: list[str], letters: str) -> str:
     """Return the letter of a class label, or of the choice whose text is `written` so."""
     label, many = int(float(text)), len(texts)
-    same = [place for place, one in enumerate(texts) if written and one.strip() == text]
+    same = [place for place, one in enumerate(texts) if is_text and one.strip() == text]
     if not many:
-        raise BadGold(
-            f"it is the number {label}, and the row has no {CHOICES!r} that it could count",
+        raise InvalidGold(
+            f"it is the number {label}, and the row has no {CHOICES_KEY!r} that it could count",
             "write the letter, as in B, or give the row its list of choices",
         )
     counts = 0 <= label < many
     if len(same) == 1 and (not counts or label == same[0]):
-        return _nth(same[0], letters, text)
+        return _get_nth_letter(same[0], letters, text)
     if same or not counts:
         also = " and the text of another one" if same else ""
         what = f"{many} choices, which count from 0 to {many - 1}{also}"
-        raise BadGold(f"it is the number {label} of {what}", "write the letter, as in B")
-    return _nth(label, letters, text)
+        raise InvalidGold(f"it is the number {label} of {what}", "write the letter, as in B")
+    return _get_nth_letter(label, letters, text)
 
 
-def _nth(place: int, letters: str, text: str) -> str:
+def _get_nth_letter(place: int, letters: str, text: str) -> str:
     if place < len(letters):
         return letters[place]
     few = f"there are {len(letters)} letters: {letters}"
     fix = "name more letters in options.letters"
-    raise BadGold(f"{text!r:.80} is choice {place + 1}, and {few}", fix)
+    raise InvalidGold(f"{text!r:.80} is choice {place + 1}, and {few}", fix)
 
 
-def _choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _read_choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Return the (texts, labels) of a row's choices, in the shapes of public datasets."""
-    value = row.get(CHOICES)
+    value = row.get(CHOICES_KEY)
     if isinstance(value, dict):
         texts, labels = value.get("text"), value.get("label")
         if isinstance(texts, list) and isinstance(labels, list):
@@ -158,7 +164,7 @@ def _choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def _place(text: str, texts: list[str], labels: list[str]) -> int | None:
+def _find_choice_index(text: str, texts: list[str], labels: list[str]) -> int | None:
     """Return the place of the choice with this label or, if there is one such, this text."""
     if text in labels:
         place = labels.index(text)
@@ -166,4 +172,4 @@ def _place(text: str, texts: list[str], labels: list[str]) -> int | None:
         return place if alphabetical or len(text) > 1 or not text.isalpha() else None
     same = [i for i, one in enumerate(texts) if one.strip().casefold() == text.casefold()]
     single = len(text.strip(string.punctuation)) == 1 and text.strip(string.punctuation).isalpha()
-    return same[0] if len(same) == 1 and not single and not WHOLE.fullmatch(text) else None
+    return same[0] if len(same) == 1 and not single and not INTEGER.fullmatch(text) else None

@@ -12,53 +12,63 @@ MCP = "mcp:"
 
 
 @dataclass(frozen=True)
-class Tool:
+class BuiltinTool:
     """A built-in tool."""
 
     description: str  # what the model is told
     argument: str  # name of its one argument, a text
-    jailed: bool  # it runs code that the model wrote
-    session: bool = False  # it keeps state from call to call
+    needs_jail: bool  # it runs code that the model wrote
+    has_session: bool = False  # it keeps state from call to call
 
 
 @dataclass(frozen=True)
-class Reward:
+class BuiltinReward:
     """A built-in reward, and the options that a job file may and must give it."""
 
     options: frozenset[str]
-    required: frozenset[str] = frozenset()
-    jailed: bool = False
+    required_options: frozenset[str] = frozenset()
+    needs_jail: bool = False
 
 
 TOOLS = {
-    "python": Tool("Runs a Python program and returns what it prints.", "code", jailed=True),
-    "python_session": Tool(
+    "python": BuiltinTool(
+        "Runs a Python program and returns what it prints.", "code", needs_jail=True
+    ),
+    "python_session": BuiltinTool(
         "Runs Python as a notebook cell: variables stay for the next call, and the value of a last "
         "expression is shown.",
         "code",
-        jailed=True,
-        session=True,
+        needs_jail=True,
+        has_session=True,
     ),
-    "shell": Tool("Runs a command line and returns what it prints.", "command", jailed=True),
-    "calculator": Tool("Works out an arithmetic expression.", "expression", jailed=False),
+    "shell": BuiltinTool(
+        "Runs a command line and returns what it prints.", "command", needs_jail=True
+    ),
+    "calculator": BuiltinTool(
+        "Works out an arithmetic expression.", "expression", needs_jail=False
+    ),
 }
 
-RUNNERS = ("auto", "isolated", "pytest")  # of tests in Python; auto: isolated where it can run them
+TEST_RUNNERS = (
+    "auto",
+    "isolated",
+    "pytest",
+)  # of tests in Python; auto: isolated where it can run them
 
 PERSON = "the person"  # as a tool of a trajectory; no model can call it: it names no function
 
-_TEXT = frozenset({"answer", "strip"})
+_TEXT_OPTIONS = frozenset({"answer", "strip"})
 REWARDS = {
-    "math": Reward(_TEXT),
-    "exact": Reward(_TEXT | {"ignore_case", "ignore_space"}),
-    "choice": Reward(_TEXT | {"letters"}),
-    "regex": Reward(_TEXT | {"pattern"}, required=frozenset({"pattern"})),
-    "code_tests": Reward(
+    "math": BuiltinReward(_TEXT_OPTIONS),
+    "exact": BuiltinReward(_TEXT_OPTIONS | {"ignore_case", "ignore_space"}),
+    "choice": BuiltinReward(_TEXT_OPTIONS | {"letters"}),
+    "regex": BuiltinReward(_TEXT_OPTIONS | {"pattern"}, required_options=frozenset({"pattern"})),
+    "code_tests": BuiltinReward(
         frozenset(
             {"tests", "strip", "prefix", "partial", "case_s", "memory_mb", "rel_tol", "abs_tol"}
         )
         | {"runner"},
-        jailed=True,
+        needs_jail=True,
     ),
 }
 
@@ -73,8 +83,8 @@ def is_mcp(use: str) -> bool:
     return use.startswith(MCP)
 
 
-def jailed(uses: list[str]) -> list[str]:
+def select_jailed(uses: list[str]) -> list[str]:
     """The names among `uses` that run code which the model wrote."""
-    run = {name for name, tool in TOOLS.items() if tool.jailed}
-    run |= {name for name, reward in REWARDS.items() if reward.jailed}
+    run = {name for name, tool in TOOLS.items() if tool.needs_jail}
+    run |= {name for name, reward in REWARDS.items() if reward.needs_jail}
     return [use for use in uses if use in run]

@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Interval, MinLen, Predicate
 
-LARGEST = 2**63 - 1  # whole number that messages carry
+MAX_INTEGER = 2**63 - 1  # whole number that messages carry
 
 
-class FileTable:
+class ConfigTable:
     """A table of a job file: it has no other keys, and no value is converted to another type."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {
@@ -32,12 +32,12 @@ class FileTable:
         return handler(source) | {"strict": False}  # a table itself comes as a dict
 
 
-class Misfit(ValueError):
+class NestedValueError(ValueError):
     """A value inside of a table does not fit; `place` says where in it."""
 
-    def __init__(self, place: str, wrong: str) -> None:
-        super().__init__(wrong)
-        self.place = place
+    def __init__(self, subkey: str, message: str) -> None:
+        super().__init__(message)
+        self.subkey = subkey
 
 
 def _is_name(text: str) -> bool:
@@ -80,30 +80,30 @@ def _is_plain(table: dict[str, Any]) -> bool:
         elif isinstance(value, list):
             pending += [(f"{place}[{i}]", inner) for i, inner in enumerate(value)]
         elif isinstance(value, float) and not math.isfinite(value):
-            raise Misfit(place, f"must be a finite number, not {value}")
-        elif isinstance(value, int) and not -LARGEST <= value <= LARGEST:
-            raise Misfit(place, "must be a number of at most 64 bits")
+            raise NestedValueError(place, f"must be a finite number, not {value}")
+        elif isinstance(value, int) and not -MAX_INTEGER <= value <= MAX_INTEGER:
+            raise NestedValueError(place, "must be a number of at most 64 bits")
         elif not isinstance(value, str | int | float):
-            raise Misfit(place, f"must not be a {type(value).__name__}: write it as text")
+            raise NestedValueError(place, f"must not be a {type(value).__name__}: write it as text")
     return True
 
 
-Whole = Annotated[int, Interval(ge=-LARGEST, le=LARGEST)]
-Natural = Annotated[int, Interval(ge=0, le=LARGEST)]
-Count = Annotated[int, Interval(ge=1, le=LARGEST)]
-Positive = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
-Share = Annotated[float, Interval(ge=0, le=1)]
+Integer = Annotated[int, Interval(ge=-MAX_INTEGER, le=MAX_INTEGER)]
+NonNegativeInteger = Annotated[int, Interval(ge=0, le=MAX_INTEGER)]
+PositiveInteger = Annotated[int, Interval(ge=1, le=MAX_INTEGER)]
+PositiveNumber = Annotated[float, Gt(0)]
+NonNegativeNumber = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Interval(ge=0, le=1)]
 
-Text = Annotated[str, MinLen(1)]
-Name = Annotated[str, Predicate(_is_name)]
+NonEmptyText = Annotated[str, MinLen(1)]
+JobName = Annotated[str, Predicate(_is_name)]
 EndpointText = Annotated[str, Predicate(_is_endpoint)]
-Figure = Annotated[str, Predicate(_is_figure)]
-File = Annotated[str, Predicate(_is_path)]
-Options = Annotated[dict[str, Any], Predicate(_is_plain)]
+FigureName = Annotated[str, Predicate(_is_figure)]
+FilePath = Annotated[str, Predicate(_is_path)]
+OptionsTable = Annotated[dict[str, Any], Predicate(_is_plain)]
 
 Dtype = Literal["float32", "bfloat16"]
-EnginePath = Literal["auto", "native", "eager", "graphs"]
+EngineBackend = Literal["auto", "native", "eager", "graphs"]
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "gspo", "cispo", "ppo", "sft", "distill"
 ]

@@ -10,7 +10,7 @@ from typing import Any
 from meshrl.common.job.config import INITIAL, JobConfig
 
 TOKENIZER = "model.tokenizer"
-DATASETS = ("dataset.", "evaluation.")  # how keys of files of rows begin
+DATASET_PREFIXES = ("dataset.", "evaluation.")  # how keys of files of rows begin
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,20 @@ class NamedFile:
 
     key: str  # dotted
     path: str  # as the job has it; empty: it names none
-    place: str  # in the bundle
+    bundle_path: str  # in the bundle
 
     @property
-    def has_rows(self) -> bool:
+    def is_dataset(self) -> bool:
         """True for a file of rows."""
-        return self.key.startswith(DATASETS)
+        return self.key.startswith(DATASET_PREFIXES)
 
     @property
-    def has_model(self) -> bool:
+    def is_model(self) -> bool:
         """True for the directory of a model."""
-        return not self.has_rows and self.key != TOKENIZER
+        return not self.is_dataset and self.key != TOKENIZER
 
 
-def named_files(config: JobConfig) -> list[NamedFile]:
+def list_named_files(config: JobConfig) -> list[NamedFile]:
     """Return all keys that name a file of the bundle, those without a path too."""
     dataset = config.dataset
     return [
@@ -42,7 +42,7 @@ def named_files(config: JobConfig) -> list[NamedFile]:
         NamedFile("dataset.held_out", dataset.held_out, "data/held_out.jsonl"),
         *(
             NamedFile(f"models.{role}.path", model.path, f"models/{role}")
-            for role, model in config.models.declared.items()
+            for role, model in config.models.models_by_role.items()
             if model.path != INITIAL
         ),
         *(
@@ -52,16 +52,16 @@ def named_files(config: JobConfig) -> list[NamedFile]:
     ]
 
 
-def with_paths(config: JobConfig, path_of: Callable[[NamedFile], str]) -> JobConfig:
+def replace_paths(config: JobConfig, path_of: Callable[[NamedFile], str]) -> JobConfig:
     """Return the job with another path for each file that it names."""
-    document = config.document()
-    for file in named_files(config):
+    document = config.to_document()
+    for file in list_named_files(config):
         if file.path:
-            put(document, file.key, path_of(file))
+            set_value(document, file.key, path_of(file))
     return JobConfig.from_document(document)
 
 
-def put(document: dict[str, Any], key: str, value: Any) -> None:
+def set_value(document: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key, which may be of a table in a list."""
     *tables, last = re.findall(r"\w+", key)
     table: Any = document

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Container
 
 
-def free_name(name: str, taken: Container[str]) -> str:
+def choose_free_name(name: str, used_names: Container[str]) -> str:
     """`name`, or else `name-2`, `name-3` and so on: the first that nobody has."""
     number, chosen = 2, name
-    while chosen in taken:
+    while chosen in used_names:
         chosen, number = f"{name}-{number}", number + 1
     return chosen

@@ -19,19 +19,19 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.base.hints import hints_of
+from meshrl.common.base.type_hints import resolve_hints
 from meshrl.common.job.config import JobConfig
-from meshrl.common.job.constraints import Misfit
+from meshrl.common.job.constraints import NestedValueError
 
-Fail = Callable[[str, str, str], ConfigError]  # key, message, fix
+MakeError = Callable[[str, str, str], ConfigError]  # key, message, fix
 T = TypeVar("T")
-_BOUNDS = {  # pydantic's name of an error -> (what is said, the bound's name in the error)
+_BOUND_ERRORS = {  # pydantic's name of an error -> (what is said, the bound's name in the error)
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
     "less_than": ("below", "lt"),
     "less_than_equal": ("at most", "le"),
 }
-_KINDS = {
+_TYPE_ERRORS = {
     "int_type": "a whole number",
     "float_type": "a number",
     "finite_number": "a finite number",
@@ -40,47 +40,53 @@ _KINDS = {
     "dict_type": "a table",
     "dataclass_type": "a table",
 }
-_PLAIN = {
+_FIXED_MESSAGES = {
     "missing": "is missing",
     "string_too_short": "must not be empty",
     "too_short": "must not be empty",
 }
-_MANY = {int: "whole numbers", str: "strings", float: "numbers"}
+_PLURALS = {int: "whole numbers", str: "strings", float: "numbers"}
 _SCALAR = re.compile(r"true|false|[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?")
 
 
 class Schema(Generic[T]):
     """One kind of file: the dataclass of its top level, whose fields are keys and tables."""
 
-    def __init__(self, top: type[T], unsure: str) -> None:
-        """`unsure`: what to do about a key that nothing is like."""
-        self._top, self._unsure = top, unsure
+    def __init__(self, top: type[T], fallback_fix: str) -> None:
+        """`fallback_fix`: what to do about a key that nothing is like."""
+        self._top, self._fallback_fix = top, fallback_fix
         # dotted key -> type, for every key of a file; tables map to their dataclass
-        self.kinds = _kinds(top)
+        self.types_by_key = _collect_types(top)
         self._adapter = TypeAdapter(top)
 
-    def validated(self, document: dict[str, Any], fail: Fail) -> T:
-        """What a document describes; by `fail`, the first of its mistakes, unknown keys before
-        others, as they are often why another one is missing.
+    def validate(self, document: dict[str, Any], make_error: MakeError) -> T:
+        """What a document describes; by `make_error`, the first of its mistakes, unknown keys
+        before others, as they are often why another one is missing.
         """
         try:
             return self._adapter.validate_python(document)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-        first = min(errors, key=lambda e: _order(document, e))
+        first = min(errors, key=lambda e: _error_sort_key(document, e))
         if first["type"] == "unexpected_keyword_argument":
-            raise self._unknown(self._key(first["loc"]), first["input"], fail)
-        key = self._key(first["loc"])
-        said = dict.fromkeys(self._said(key, e) for e in errors if self._key(e["loc"]) == key)
-        raise fail(*self._told(key, first, ", or ".join(said)), self._fix(key, first))
+            raise self._unknown_key_error(
+                self._format_key(first["loc"]), first["input"], make_error
+            )
+        key = self._format_key(first["loc"])
+        said = dict.fromkeys(
+            self._describe_requirement(key, e) for e in errors if self._format_key(e["loc"]) == key
+        )
+        raise make_error(
+            *self._format_error(key, first, ", or ".join(said)), self._suggest_fix(key, first)
+        )
 
-    def nearest(self, key: str) -> str:
+    def find_nearest_key(self, key: str) -> str:
         """The valid key that a mistyped one most likely means; empty when nothing is close."""
-        known = list(self.kinds)
+        known = list(self.types_by_key)
         if key in known:
             return key
         table, _, last = key.rpartition(".")
-        siblings = {name: f"{table}.{name}" if table else name for name in self._names(table)}
+        siblings = {name: f"{table}.{name}" if table else name for name in self._list_keys(table)}
         elsewhere = {k.rpartition(".")[2]: k for k in reversed(known)}
         for names, cutoff in ((siblings, 0.75), (elsewhere, 0.85)):
             if matches := difflib.get_close_matches(last, names, n=1, cutoff=cutoff):
@@ -88,106 +94,106 @@ class Schema(Generic[T]):
         part = [name for name in siblings if name.startswith(last) or name.endswith(f"_{last}")]
         return siblings[part[0]] if last and part else ""
 
-    def _told(self, key: str, error: ErrorDetails, said: str) -> tuple[str, str]:
+    def _format_error(self, key: str, error: ErrorDetails, requirement: str) -> tuple[str, str]:
         """The key that an error is of, and the whole sentence."""
-        sort, value = error["type"], _shown(error["input"])
+        sort, value = error["type"], _format_value(error["input"])
         misfit = error.get("ctx", {}).get("error")
-        if isinstance(misfit, Misfit):
-            key = f"{key}.{misfit.place}"
-        if sort in _KINDS or sort == "list_type":
-            return key, f"{key} must be {said}, not {value}"
-        if sort in _PLAIN or isinstance(misfit, Misfit):
-            return key, f"{key} {said}"
-        return key, f"{key} = {value} {said}"
+        if isinstance(misfit, NestedValueError):
+            key = f"{key}.{misfit.subkey}"
+        if sort in _TYPE_ERRORS or sort == "list_type":
+            return key, f"{key} must be {requirement}, not {value}"
+        if sort in _FIXED_MESSAGES or isinstance(misfit, NestedValueError):
+            return key, f"{key} {requirement}"
+        return key, f"{key} = {value} {requirement}"
 
-    def _names(self, table: str) -> list[str]:
+    def _list_keys(self, table: str) -> list[str]:
         """The keys of a table, which may be one of a list; none of one that is not there."""
-        kind = self.kinds.get(table.partition("[")[0], None if table else self._top)
+        kind = self.types_by_key.get(table.partition("[")[0], None if table else self._top)
         kind = get_args(kind)[0] if get_origin(kind) is list else kind
         return [field.name for field in fields(kind)] if is_dataclass(kind) else []
 
-    def _kind(self, key: str) -> Any:
+    def _find_type(self, key: str) -> Any:
         """The type of a key, which may be of a table in a list."""
-        found: Any = self.kinds.get(key)
+        found: Any = self.types_by_key.get(key)
         if found is not None:
             return found
         found = self._top
         for part in re.sub(r"\[\d+\]", "", key).split("."):
-            found = hints_of(found)[part]
+            found = resolve_hints(found)[part]
             found = get_args(found)[0] if get_origin(found) is list else found
         return found
 
-    def _key(self, loc: tuple[int | str, ...]) -> str:
+    def _format_key(self, loc: tuple[int | str, ...]) -> str:
         """The dotted key of a place, without the member of a union that was tried there."""
         key = ""
         for part in loc:
-            if isinstance(self.kinds.get(key), UnionType):
+            if isinstance(self.types_by_key.get(key), UnionType):
                 break
             key += f"[{part}]" if isinstance(part, int) else f".{part}" if key else part
         return key
 
-    def _unknown(self, key: str, value: Any, fail: Fail) -> ConfigError:
+    def _unknown_key_error(self, key: str, value: Any, fail: MakeError) -> ConfigError:
         """The error of an unknown key; of a table that nothing is like, that of its first key."""
-        while not (guess := self.nearest(key)) and isinstance(value, dict) and value:
+        while not (guess := self.find_nearest_key(key)) and isinstance(value, dict) and value:
             name, value = next(iter(value.items()))
             key = f"{key}.{name}"
         table = key.rpartition(".")[0]
         if guess:
             fix = f"Did you mean {guess}?"
-        elif table and (names := self._names(table)):
+        elif table and (names := self._list_keys(table)):
             fix = f"{table} has {', '.join(names)}"
         else:
-            fix = self._unsure
+            fix = self._fallback_fix
         return fail(key, f"unknown key {key}", fix)
 
-    def _said(self, key: str, error: ErrorDetails) -> str:
+    def _describe_requirement(self, key: str, error: ErrorDetails) -> str:
         """What a value must be, or is."""
         sort = error["type"]
-        if sort in _KINDS:
-            return _KINDS[sort]
+        if sort in _TYPE_ERRORS:
+            return _TYPE_ERRORS[sort]
         if sort == "list_type":
-            return f"a list of {_many(self.kinds.get(key))}"
+            return f"a list of {_plural_of_items(self.types_by_key.get(key))}"
         if sort == "literal_error":
-            choices = [choice or "''" for choice in get_args(self._kind(key))]
+            choices = [choice or "''" for choice in get_args(self._find_type(key))]
             return f"must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}"
-        if sort in _BOUNDS:
-            words, name = _BOUNDS[sort]
+        if sort in _BOUND_ERRORS:
+            words, name = _BOUND_ERRORS[sort]
             return f"must be {words} {str(error['ctx'][name]).removesuffix('.0')}"
         if sort == "value_error":
             return str(error["ctx"]["error"])
-        return _PLAIN.get(sort, error["msg"])
+        return _FIXED_MESSAGES.get(sort, error["msg"])
 
-    def _fix(self, key: str, error: ErrorDetails) -> str:
+    def _suggest_fix(self, key: str, error: ErrorDetails) -> str:
         sort, value = error["type"], error["input"]
         if sort == "literal_error":
             close = difflib.get_close_matches(
-                str(value).lower(), get_args(self._kind(key)), 1, 0.75
+                str(value).lower(), get_args(self._find_type(key)), 1, 0.75
             )
             return f"Did you mean {close[0]}?" if close else ""
         if sort == "dataclass_type":
             table = f"[[{key.rpartition('[')[0]}]]" if key.endswith("]") else f"[{key}]"
             return f"Write {table}, and its keys below it"
         if sort == "list_type":
-            if _many(self.kinds.get(key)) == "tables":
+            if _plural_of_items(self.types_by_key.get(key)) == "tables":
                 return f"Write [[{key}]] for each of them"
-            return f"Write [{_shown(value)}]"
-        if isinstance(value, str) and _SCALAR.fullmatch(value) and sort in _KINDS:
+            return f"Write [{_format_value(value)}]"
+        if isinstance(value, str) and _SCALAR.fullmatch(value) and sort in _TYPE_ERRORS:
             return f"Write {value} without quotes"
         return ""
 
 
-def _kinds(cls: type[Any], prefix: str = "") -> dict[str, Any]:
+def _collect_types(cls: type[Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
-    hints = hints_of(cls)
+    hints = resolve_hints(cls)
     for field in fields(cls):
         kind = hints[field.name]
         found[prefix + field.name] = kind
         if is_dataclass(kind) and isinstance(kind, type):
-            found |= _kinds(kind, f"{prefix}{field.name}.")
+            found |= _collect_types(kind, f"{prefix}{field.name}.")
     return found
 
 
-def _order(document: Any, error: ErrorDetails) -> tuple[bool, list[int]]:
+def _error_sort_key(document: Any, error: ErrorDetails) -> tuple[bool, list[int]]:
     """Sorts unknown keys first, then as the document has them; what is missing stands last."""
     places = []
     for part in error["loc"]:
@@ -200,12 +206,12 @@ def _order(document: Any, error: ErrorDetails) -> tuple[bool, list[int]]:
     return error["type"] != "unexpected_keyword_argument", places
 
 
-def _many(kind: Any) -> str:
+def _plural_of_items(kind: Any) -> str:
     (of,) = get_args(kind) if get_origin(kind) is list else (str,)
-    return "tables" if is_dataclass(of) else _MANY[of]
+    return "tables" if is_dataclass(of) else _PLURALS[of]
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """A value as in TOML, if it is short."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -216,4 +222,4 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-JOB = Schema(JobConfig, "`meshrl run --dry-run` prints all keys")
+JOB_SCHEMA = Schema(JobConfig, "`meshrl run --dry-run` prints all keys")

@@ -16,28 +16,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from meshrl.common.base.digest import DIGITS, digest_of_file
-from meshrl.common.base.errors import Damaged, MeshError, NotFound
+from meshrl.common.base.digest import DIGEST_DIGITS, compute_file_digest
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound
 from meshrl.common.base.files import documents
-from meshrl.common.base.files.at_url import AtUrl
-from meshrl.common.base.files.sealed import sealed, unsealed
+from meshrl.common.base.files.remote_directory import RemoteDirectory
+from meshrl.common.base.files.sealed_documents import decode_sealed, encode_sealed
 
-FILE = "durable.json"  # in the mesh's directory: which copy is its own
-OWNER = "owner.json"
-ASKED_EACH = 10  # files that are removed between two looks whether the copy is still ours
+RECORD_FILE = "durable.json"  # in the mesh's directory: which copy is its own
+OWNER_FILE = "owner.json"
+OWNER_CHECK_INTERVAL_FILES = (
+    10  # files that are removed between two looks whether the copy is still ours
+)
 
 
 @dataclass(frozen=True)
-class Durable:
+class DurableCopyRecord:
     """Where a mesh keeps its copy, and by which word it knows that it is its own."""
 
     url: str = field(repr=False)  # may hold a secret
     owner: str = field(repr=False)
 
     @classmethod
-    def of(cls, directory: Path) -> Durable | None:
+    def read_from(cls, directory: Path) -> DurableCopyRecord | None:
         """That of the mesh with this directory; None: it keeps no copy. Damaged."""
-        path = directory / FILE
+        path = directory / RECORD_FILE
         try:
             return cls(**documents.decode(path.read_bytes(), str(path)))
         except FileNotFoundError:
@@ -45,16 +47,16 @@ class Durable:
 
     def write(self, directory: Path) -> None:
         """Puts it on record in the mesh's directory."""
-        documents.write(directory / FILE, asdict(self))
+        documents.write(directory / RECORD_FILE, asdict(self))
 
 
-class TakenOver(MeshError):
+class CopyTakenOver(MeshError):
     """Another mesh goes on with what lies in a durable copy."""
 
     code = "taken_over"
 
 
-class DurableCopy(AtUrl):
+class DurableCopy(RemoteDirectory):
     """The copy at a URL."""
 
     def __init__(self, url: str, owner: str = "") -> None:
@@ -67,88 +69,92 @@ class DurableCopy(AtUrl):
 
     # -- documents -------------------------------------------------------------------------------
 
-    def read(self, name: str) -> dict[str, Any]:
+    def read_document(self, name: str) -> dict[str, Any]:
         """A document; NotFound, Damaged."""
-        return unsealed(self.content(name), Path(self.shown) / name)
+        return decode_sealed(self.read_file(name), Path(self.public_url) / name)
 
-    def write(self, name: str, document: Mapping[str, Any]) -> None:
+    def write_document(self, name: str, document: Mapping[str, Any]) -> None:
         """Puts a document in place of what is there. TakenOver."""
-        self._still_ours()
-        self.place_content(name, sealed(document))
+        self._check_owner()
+        self.write_file(name, encode_sealed(document))
 
     @property
-    def owner(self) -> str:
+    def current_owner(self) -> str:
         """Whose copy it is; empty: nobody's yet."""
         try:
-            return str(self.read(OWNER)["owner"])
+            return str(self.read_document(OWNER_FILE)["owner"])
         except NotFound:
             return ""
 
     def claim(self) -> bool:
         """Makes the copy its writer's, if it is nobody's: whether it was. TakenOver."""
-        if self.owner:
-            self._still_ours()
+        if self.current_owner:
+            self._check_owner()
             return False
         self.take_over()
         return True
 
     def take_over(self) -> None:
         """Makes the copy its writer's, whoever had it."""
-        self.place_content(OWNER, sealed({"owner": self._owner}))
+        self.write_file(OWNER_FILE, encode_sealed({"owner": self._owner}))
 
-    def _still_ours(self) -> None:
-        if (owner := self.owner) == self._owner:
+    def _check_owner(self) -> None:
+        if (owner := self.current_owner) == self._owner:
             return
         if not owner:
             raise MeshError(
                 "the copy has lost whose it is",
-                where=f"{self.shown}/{OWNER}",
+                where=f"{self.public_url}/{OWNER_FILE}",
                 fix="Nothing to do, if that was on purpose: all is copied again",
             )
-        raise TakenOver(
-            f"{self.shown} was taken over by another mesh: nothing is copied there any more",
+        raise CopyTakenOver(
+            f"{self.public_url} was taken over by another mesh: nothing is copied there any more",
             fix="The jobs go on there: cancel them here; or name another durable.url",
         )
 
     # -- jobs ------------------------------------------------------------------------------------
 
-    def jobs(self) -> list[str]:
+    def list_jobs(self) -> list[str]:
         """The jobs that it tells of."""
-        return [unquote(name) for name in self.names("jobs")]
+        return [unquote(name) for name in self.list_names("jobs")]
 
-    def checkpoints(self, job: str) -> list[str]:
+    def list_checkpoints(self, job: str) -> list[str]:
         """Names of a job's checkpoints, the newest first."""
-        names = self.names(f"{of_job(job)}/checkpoints")
+        names = self.list_names(f"{job_folder(job)}/checkpoints")
         whole = (name.removesuffix(".json") for name in names if name.endswith(".json"))
         return sorted(whole, reverse=True)
 
-    def files(self, job: str) -> set[str]:
+    def list_file_digests(self, job: str) -> set[str]:
         """Digests of a job's files."""
-        return {name for name in self.names(f"{of_job(job)}/files") if len(name) == DIGITS}
+        return {
+            name
+            for name in self.list_names(f"{job_folder(job)}/files")
+            if len(name) == DIGEST_DIGITS
+        }
 
-    def put(self, job: str, digest: str, path: Path) -> None:
+    def upload(self, job: str, digest: str, path: Path) -> None:
         """Copies a file there."""
-        self.place_file(f"{of_job(job)}/files/{digest}", path)
+        self.upload_file(f"{job_folder(job)}/files/{digest}", path)
 
-    def get(self, job: str, digest: str, path: Path) -> None:
+    def download(self, job: str, digest: str, path: Path) -> None:
         """Copies a file from there; NotFound, Damaged when it is not what its name says."""
-        name = f"{of_job(job)}/files/{digest}"
+        name = f"{job_folder(job)}/files/{digest}"
         self.fetch_file(name, path)
-        if digest_of_file(path) != digest:
-            raise Damaged("it is not what its name says", where=f"{self.shown}/{name}")
+        if compute_file_digest(path) != digest:
+            raise CorruptData("it is not what its name says", where=f"{self.public_url}/{name}")
 
-    def remove(self, names: Iterable[str]) -> None:
+    def remove_files(self, names: Iterable[str]) -> None:
         """Removes files, if they are there. TakenOver."""
         for position, name in enumerate(names):
-            if position % ASKED_EACH == 0:
-                self._still_ours()
-            self.discard(name)
+            if position % OWNER_CHECK_INTERVAL_FILES == 0:
+                self._check_owner()
+            self.remove(name)
 
     def remove_job(self, job: str) -> None:
         """Removes all of a job, at first what says that it is there. TakenOver."""
-        self.remove([f"{of_job(job)}/job.json", of_job(job)])
+        self.remove_files([f"{job_folder(job)}/job.json", job_folder(job)])
 
 
-def of_job(job: str) -> str:
+def job_folder(job: str) -> str:
     """The folder of a job."""
     return f"jobs/{quote(job, safe='')}"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import numpy as np
 
-from meshrl.common.base.errors import BadMessage, Damaged, Refused, StorageFull
-from meshrl.common.records import token_record
+from meshrl.common.base.errors import BadMessage, CorruptData, Refused, StorageFull
+from meshrl.common.records import token_records
 
 if TYPE_CHECKING:
     from meshrl.common.base.files.append_file import AppendFile
@@ -31,29 +31,32 @@ if TYPE_CHECKING:
 
 MAGIC = b"MRLEDGR"
 FORMAT = 3  # version of the segments' format
-UNCHECKED = (1, 2)  # formats whose header had no check
+FORMATS_WITHOUT_CRC = (1, 2)  # formats whose header had no check
 
 
-def header(version: int) -> bytes:
+def make_header(version: int) -> bytes:
     """What a segment of a format begins with: the magic word, the format, and a CRC-32 of both."""
     told = MAGIC + bytes([version])
     return told + zlib.crc32(told).to_bytes(4, "little")
 
 
-HEADER = header(FORMAT)
-FRAME = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
-DEFLATED = 0x80  # in a kind: the payload is compressed
-DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
-_WINDOW, _MEMORY = -12, 5  # zlib: 4 KiB, no header; its default clears 256 KiB for each record
-SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
-MAX_RECORD = 64 << 20
+HEADER = make_header(FORMAT)
+FRAME_HEADER = struct.Struct("<IIB")  # payload bytes, CRC-32 of kind and payload, kind
+DEFLATED_FLAG = 0x80  # in a kind: the payload is compressed
+MIN_DEFLATE_BYTES = 256  # a turn's text shrinks by half, what is shorter hardly
+_DEFLATE_WINDOW_BITS, _DEFLATE_MEMORY_LEVEL = (
+    -12,
+    5,
+)  # zlib: 4 KiB, no header; its default clears 256 KiB for each record
+MAX_SEGMENT_BYTES = 8 << 20  # a new segment from here on, so that finished ones can be deleted
+MAX_RECORD_BYTES = 64 << 20
 
 
-class Kind(IntEnum):
+class RecordKind(IntEnum):
     """What a record says, and the fields of its payload."""
 
     OPEN = 1  # [group, member, prompt row, version, prompt ids]
-    TOKENS = 2  # TokenRows; see meshrl.common.records.token_record
+    TOKENS = 2  # TokenRows; see meshrl.common.records.token_records
     TOOL = 3  # [trajectory, name, input, value]
     TURN = 4  # [trajectory, text]: the model's turn as the environment saw it
     APPEND = 5  # [trajectory, ids]
@@ -62,91 +65,100 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LedgerRecord:
     """One record of the ledger."""
 
-    kind: Kind
+    kind: RecordKind
     payload: Any
 
 
-def trajectory_id(group: int, member: int) -> int:
+def make_trajectory_id(group: int, member: int) -> int:
     """The number of a group's member among all trajectories of the job."""
-    return group << token_record.MEMBER_BITS | member
+    return group << token_records.MEMBER_BITS | member
 
 
-def group_of(trajectory: int) -> int:
+def extract_group(trajectory: int) -> int:
     """The group of a trajectory; the inverse of `trajectory_id`."""
-    return trajectory >> token_record.MEMBER_BITS
+    return trajectory >> token_records.MEMBER_BITS
 
 
-def groups_of(record: Record) -> set[int]:
+def extract_groups(record: LedgerRecord) -> set[int]:
     """The groups that a record mentions."""
-    if record.kind in (Kind.OPEN, Kind.CLOSE):
+    if record.kind in (RecordKind.OPEN, RecordKind.CLOSE):
         return {record.payload[0]}
-    if record.kind is Kind.TOKENS:
-        return set(np.unique(record.payload.ids >> token_record.MEMBER_BITS).tolist())
-    return {group_of(record.payload[0])}
+    if record.kind is RecordKind.TOKENS:
+        return set(np.unique(record.payload.ids >> token_records.MEMBER_BITS).tolist())
+    return {extract_group(record.payload[0])}
 
 
-def frame(kind: Kind, payload: Any) -> bytes:
+def encode_record(kind: RecordKind, payload: Any) -> bytes:
     """The bytes of one record as it lies in a segment."""
     body: bytes
-    if kind is Kind.TOKENS:
-        return _framed(kind, token_record.pack(payload))
+    if kind is RecordKind.TOKENS:
+        return _add_frame(kind, token_records.encode_token_rows(payload))
     body = msgpack.packb(payload, use_bin_type=True)
-    if len(body) < DEFLATE_BYTES:
-        return _framed(kind, body)
-    deflate = zlib.compressobj(zlib.Z_BEST_SPEED, zlib.DEFLATED, _WINDOW, _MEMORY)
-    return _framed(kind | DEFLATED, deflate.compress(body) + deflate.flush())
+    if len(body) < MIN_DEFLATE_BYTES:
+        return _add_frame(kind, body)
+    deflate = zlib.compressobj(
+        zlib.Z_BEST_SPEED, zlib.DEFLATED, _DEFLATE_WINDOW_BITS, _DEFLATE_MEMORY_LEVEL
+    )
+    return _add_frame(kind | DEFLATED_FLAG, deflate.compress(body) + deflate.flush())
 
 
-def _framed(kind: int, body: bytes) -> bytes:
-    return FRAME.pack(len(body), zlib.crc32(body, kind), kind) + body
+def _add_frame(kind: int, body: bytes) -> bytes:
+    return FRAME_HEADER.pack(len(body), zlib.crc32(body, kind), kind) + body
 
 
-def scan(path: Path, sealed: int = -1) -> Iterator[tuple[Record, int]]:
-    """Whole records of a segment with the offset after each, up to `sealed` bytes (-1: the file's
-    own end, and what it ends with may be torn).
+def iter_records_with_offsets(
+    path: Path, sealed_bytes: int = -1
+) -> Iterator[tuple[LedgerRecord, int]]:
+    """Whole records of a segment with the offset after each, up to `sealed_bytes` bytes (-1: the
+    file's own end, and what it ends with may be torn).
 
     Damaged where the segment is not what was written, after all that lies before; BadMessage if it
     was written in another format.
     """
     content = path.read_bytes() if path.exists() else b""
-    end = len(content) if sealed < 0 else min(sealed, len(content))
+    end = len(content) if sealed_bytes < 0 else min(sealed_bytes, len(content))
     offset = len(HEADER)
     if content[:offset] != HEADER:
-        _refuse_another_format(path, content)
+        _check_format(path, content)
         # A crash may have cut a segment short before its first record.
         begun = HEADER.startswith(content) or not any(content[: len(HEADER)])
-        if sealed == 0 or (sealed < 0 and begun and not _whole_follows(content, 0)):
+        if sealed_bytes == 0 or (sealed_bytes < 0 and begun and not _has_record_after(content, 0)):
             return
-        whole = f"it has {len(content)} bytes, and was sealed at {sealed}"
-        raise Damaged("its header is damaged" if content else whole, where=str(path))
-    while offset + FRAME.size <= end:
-        length, crc, kind = FRAME.unpack_from(content, offset)
-        start, stop = offset + FRAME.size, offset + FRAME.size + length
-        if length > MAX_RECORD or stop > end or zlib.crc32(content[start:stop], kind) != crc:
+        whole = f"it has {len(content)} bytes, and was sealed at {sealed_bytes}"
+        raise CorruptData("its header is damaged" if content else whole, where=str(path))
+    while offset + FRAME_HEADER.size <= end:
+        length, crc, kind = FRAME_HEADER.unpack_from(content, offset)
+        start, stop = offset + FRAME_HEADER.size, offset + FRAME_HEADER.size + length
+        if length > MAX_RECORD_BYTES or stop > end or zlib.crc32(content[start:stop], kind) != crc:
             break
         body = content[start:stop]
-        if kind == Kind.TOKENS:
-            yield Record(Kind.TOKENS, token_record.unpack(body)), stop
+        if kind == RecordKind.TOKENS:
+            yield LedgerRecord(RecordKind.TOKENS, token_records.decode_token_rows(body)), stop
         else:
-            if kind & DEFLATED:
-                body = zlib.decompressobj(_WINDOW).decompress(body, MAX_RECORD)
-            yield Record(Kind(kind & ~DEFLATED), msgpack.unpackb(body, raw=False)), stop
+            if kind & DEFLATED_FLAG:
+                body = zlib.decompressobj(_DEFLATE_WINDOW_BITS).decompress(body, MAX_RECORD_BYTES)
+            yield (
+                LedgerRecord(RecordKind(kind & ~DEFLATED_FLAG), msgpack.unpackb(body, raw=False)),
+                stop,
+            )
         offset = stop
-    if sealed > len(content):
-        raise Damaged(f"it has {len(content)} bytes, and was sealed at {sealed}", where=str(path))
-    if offset < end and (sealed >= 0 or _whole_follows(content, offset + 1)):
-        raise Damaged(f"its record at byte {offset} does not add up", where=str(path))
+    if sealed_bytes > len(content):
+        raise CorruptData(
+            f"it has {len(content)} bytes, and was sealed at {sealed_bytes}", where=str(path)
+        )
+    if offset < end and (sealed_bytes >= 0 or _has_record_after(content, offset + 1)):
+        raise CorruptData(f"its record at byte {offset} does not add up", where=str(path))
 
 
-def _refuse_another_format(path: Path, content: bytes) -> None:
+def _check_format(path: Path, content: bytes) -> None:
     """BadMessage for the header of another format: damage does not make its check add up."""
     found = content[: len(HEADER)]
     version = found[len(MAGIC)] if len(found) == len(HEADER) else FORMAT
-    if found == header(version) != HEADER or (
-        version in UNCHECKED
+    if found == make_header(version) != HEADER or (
+        version in FORMATS_WITHOUT_CRC
         and found.startswith(MAGIC)
         and found[len(MAGIC) + 1 :] != HEADER[len(MAGIC) + 1 :]
     ):
@@ -157,21 +169,21 @@ def _refuse_another_format(path: Path, content: bytes) -> None:
         )
 
 
-def _whole_follows(content: bytes, offset: int) -> bool:
+def _has_record_after(content: bytes, offset: int) -> bool:
     """Whether a whole record lies anywhere from `offset` on. Places where none can begin, because
     the length or the kind is impossible, are left out at once: some milliseconds for a segment.
     """
     raw = np.frombuffer(content, np.uint8)[offset:]
-    places = len(raw) - FRAME.size
+    places = len(raw) - FRAME_HEADER.size
     if places <= 0:
         return False
     lengths = sum(raw[i : places + i].astype(np.int64) << 8 * i for i in range(4))
-    kinds = raw[FRAME.size - 1 :][:places] & ~np.uint8(DEFLATED)
-    fits = lengths <= np.minimum(MAX_RECORD, places - np.arange(places))
-    possible = fits & (lengths > 1) & (kinds >= min(Kind)) & (kinds <= max(Kind))
+    kinds = raw[FRAME_HEADER.size - 1 :][:places] & ~np.uint8(DEFLATED_FLAG)
+    fits = lengths <= np.minimum(MAX_RECORD_BYTES, places - np.arange(places))
+    possible = fits & (lengths > 1) & (kinds >= min(RecordKind)) & (kinds <= max(RecordKind))
     for place in np.flatnonzero(possible).tolist():
-        length, crc, kind = FRAME.unpack_from(content, offset + place)
-        start = offset + place + FRAME.size
+        length, crc, kind = FRAME_HEADER.unpack_from(content, offset + place)
+        start = offset + place + FRAME_HEADER.size
         if zlib.crc32(content[start : start + length], kind) == crc:
             return True
     return False
@@ -184,74 +196,76 @@ class Ledger:
         self._host = host
         self.directory = directory
         self._owner = owner
-        self._number = 0
+        self._segment_number = 0
         self._file: AppendFile | None = None
-        self.path = Path()  # the open segment
-        self._live: dict[Path, set[int]] = {}  # groups that still need a segment
-        self._deferred: list[tuple[Kind, Any]] = []
+        self.segment_path = Path()  # the open segment
+        self._groups_by_segment: dict[Path, set[int]] = {}  # groups that still need a segment
+        self._deferred_records: list[tuple[RecordKind, Any]] = []
         self.bytes_written = 0
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
-    def next_path(self) -> Path:
+    def next_segment_path(self) -> Path:
         """The segment that `begin` opens: it goes on record before its first byte is written."""
-        return self.directory / f"{self._owner}-{self._number + 1:05d}.ledger"
+        return self.directory / f"{self._owner}-{self._segment_number + 1:05d}.ledger"
 
     @property
-    def full(self) -> bool:
+    def is_segment_full(self) -> bool:
         """Whether the open segment has reached its size, so that the next record begins another."""
-        return self._file is not None and self._file.tell() >= SEGMENT_BYTES
+        return self._file is not None and self._file.tell() >= MAX_SEGMENT_BYTES
 
-    def begin(self) -> tuple[Path, int] | None:
+    def open_next_segment(self) -> tuple[Path, int] | None:
         """Opens the next segment; returns the one sealed by it and its length."""
         self.flush()
-        path = self.next_path
+        path = self.next_segment_path
         opened = self._host.open_append(path)
         if not opened.tell():  # at once: a segment without one has lost it
             opened.write(HEADER)
         sealed = None
         if self._file is not None:
-            sealed = (self.path, self._file.tell())
+            sealed = (self.segment_path, self._file.tell())
             self._file.sync()
             self._file.close()
-        self._number += 1
-        self._file, self.path = opened, path
-        self._live[path] = set()
+        self._segment_number += 1
+        self._file, self.segment_path = opened, path
+        self._groups_by_segment[path] = set()
         return sealed
 
-    def adopt(self, path: Path, groups: set[int]) -> None:
+    def adopt_segment(self, path: Path, groups: set[int]) -> None:
         """Takes over a predecessor's segment, which `groups` still need."""
-        self._live[path] = set(groups)
+        self._groups_by_segment[path] = set(groups)
 
-    def defer(self, kind: Kind, payload: Any, group: int) -> None:
+    def defer(self, kind: RecordKind, payload: Any, group: int) -> None:
         """Keeps a record to be written with the next append, before it. It must be one that can be
         found again from those already written: losing it costs work and nothing else.
         """
-        self._deferred.append((kind, payload))
-        self._live[self.path].add(group)
+        self._deferred_records.append((kind, payload))
+        self._groups_by_segment[self.segment_path].add(group)
 
-    def append(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> None:
+    def append(self, records: Iterable[tuple[RecordKind, Any]], groups: Iterable[int] = ()) -> None:
         """Writes records with one system call; `groups` are those whose fate they tell.
 
         Raises StorageFull with nothing written when the disk is full.
         """
-        deferred = self._deferred
-        block = self.block(records, groups)
+        deferred = self._deferred_records
+        block = self.encode_block(records, groups)
         try:
-            self.write(block)
+            self.write_block(block)
         except StorageFull:
-            self._deferred = deferred
+            self._deferred_records = deferred
             raise
 
-    def block(self, records: Iterable[tuple[Kind, Any]], groups: Iterable[int] = ()) -> bytes:
+    def encode_block(
+        self, records: Iterable[tuple[RecordKind, Any]], groups: Iterable[int] = ()
+    ) -> bytes:
         """What `write` takes, with all that was deferred: it is for this segment."""
         if self._file is None:
             raise Refused("no segment of the ledger is open", where=str(self.directory))
-        deferred, self._deferred = self._deferred, []
-        self._live[self.path].update(groups)
-        return b"".join(frame(kind, payload) for kind, payload in (*deferred, *records))
+        deferred, self._deferred_records = self._deferred_records, []
+        self._groups_by_segment[self.segment_path].update(groups)
+        return b"".join(encode_record(kind, payload) for kind, payload in (*deferred, *records))
 
-    def write(self, block: bytes) -> None:
+    def write_block(self, block: bytes) -> None:
         """One system call, which waits where the disk does: for a thread of its own, one at a time.
 
         Raises StorageFull with nothing written when the disk is full.
@@ -261,18 +275,22 @@ class Ledger:
         self._file.write(block)
         self.bytes_written += len(block)
 
-    def forget(self, group: int) -> list[Path]:
+    def forget_group(self, group: int) -> list[Path]:
         """Drops a finished group; returns the segments that nothing needs now, for `delete`."""
-        for live in self._live.values():
+        for live in self._groups_by_segment.values():
             live.discard(group)
-        freed = [path for path, live in self._live.items() if not live and path != self.path]
+        freed = [
+            path
+            for path, live in self._groups_by_segment.items()
+            if not live and path != self.segment_path
+        ]
         for path in freed:
-            del self._live[path]
+            del self._groups_by_segment[path]
         return freed
 
     def flush(self) -> None:
         """Writes what was deferred."""
-        if self._deferred:
+        if self._deferred_records:
             self.append([])
 
     def sync(self) -> None:
@@ -290,16 +308,16 @@ class Ledger:
             self._file = None
 
 
-def segments(directory: Path) -> list[Path]:
+def list_segments(directory: Path) -> list[Path]:
     """A shard's segments, owner by owner in the order they began: owners are named by fencing
     tokens.
     """
     return sorted(directory.glob("*.ledger"), key=lambda path: path.name)
 
 
-def read(directory: Path) -> Iterator[Record]:
+def iter_records(directory: Path) -> Iterator[LedgerRecord]:
     """Every whole record of a shard's segments, of a damaged one those before the damage."""
-    for path in segments(directory):
-        with suppress(Damaged):
-            for record, _ in scan(path):
+    for path in list_segments(directory):
+        with suppress(CorruptData):
+            for record, _ in iter_records_with_offsets(path):
                 yield record

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.common.base.errors import HistoryLost
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import EVENTS, MESH, TRIMMED
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import EVENTS, MESH_PREFIX, TRIMMED_KEY
 
-PAGE = 1000  # events of one answer
+PAGE_EVENTS = 1000  # events of one answer
 
 
 @dataclass(frozen=True)
@@ -27,46 +27,49 @@ class Event:
 
 
 async def append(
-    state: State, kind: str, fields: dict[str, Any], op_id: str = "", *, above: str = ""
+    state: StateClient, kind: str, fields: dict[str, Any], op_id: str = "", *, after_id: str = ""
 ) -> None:
     """Adds an event, once even when the command is sent twice; with `op_id` once for whoever names
-    it. Its id is `above` one that was seen of a Redis which is older now, whatever any clock says.
+    it. Its id is `after_id` one that was seen of a Redis which is older now, whatever any clock
+    says.
     """
     args: dict[str, Any] = {"op": op_id or uuid.uuid4().hex, "kind": kind}
-    args |= {"fields": json.dumps(fields)} | ({"above": order(above)[0]} if above else {})
-    await state.run("append", [MESH], args)
+    args |= {"fields": json.dumps(fields)} | (
+        {"above": parse_event_id(after_id)[0]} if after_id else {}
+    )
+    await state.run_script("append", [MESH_PREFIX], args)
 
 
-async def append_as(
-    state: State, name: str, token: int, kind: str, fields: dict[str, Any], op_id: str
+async def append_fenced_event(
+    state: StateClient, name: str, token: int, kind: str, fields: dict[str, Any], op_id: str
 ) -> None:
     """Adds an event, once for an operation; Fenced without the live lease (name, token)."""
     args = {"op": op_id, "kind": kind, "fields": json.dumps(fields), "name": name, "token": token}
-    await state.run_mesh("append", **args)
+    await state.run_mesh_script("append", **args)
 
 
-async def read(state: State, since: str = "0", count: int = PAGE) -> list[Event]:
+async def read_page(state: StateClient, since: str = "0", count: int = PAGE_EVENTS) -> list[Event]:
     """Up to `count` events after the one whose id is `since`, oldest first. HistoryLost when some
     of them are gone.
     """
     # The event at the cursor is asked for too: while it is there, nothing behind it is gone.
     first = since if since != "0" else "-"
-    rows = await state.command("XRANGE", EVENTS, first, "+", "COUNT", count + 1) or []
+    rows = await state.run_command("XRANGE", EVENTS, first, "+", "COUNT", count + 1) or []
     if rows and rows[0][0] == since:
-        return [_event(row) for row in rows[1:]]
-    await _refuse_a_gap(state, since)
-    return [_event(row) for row in rows[:count]]
+        return [_decode_event(row) for row in rows[1:]]
+    await _check_no_gap(state, since)
+    return [_decode_event(row) for row in rows[:count]]
 
 
-async def read_all(state: State, since: str = "0") -> list[Event]:
+async def read_all(state: StateClient, since: str = "0") -> list[Event]:
     """All events after `since`, page by page. HistoryLost as from `read`."""
     found: list[Event] = []
-    while page := await read(state, found[-1].id if found else since):
+    while page := await read_page(state, found[-1].id if found else since):
         found += page
     return found
 
 
-async def read_remaining(state: State, since: str = "0") -> list[Event]:
+async def read_remaining(state: StateClient, since: str = "0") -> list[Event]:
     """Return all events after `since` that are still there, though earlier ones may be gone."""
     while True:
         try:
@@ -75,32 +78,35 @@ async def read_remaining(state: State, since: str = "0") -> list[Event]:
             since = lost.through
 
 
-async def left_between(state: State, since: str, until: str) -> list[Event]:
+async def read_between(state: StateClient, since: str, until: str) -> list[Event]:
     """Return the events after `since` and up to `until` that have not been trimmed."""
     found: list[Event] = []
     while True:
-        rows = await state.command("XRANGE", EVENTS, f"({since}", until, "COUNT", PAGE) or []
-        found += map(_event, rows)
-        if len(rows) < PAGE:
+        rows = (
+            await state.run_command("XRANGE", EVENTS, f"({since}", until, "COUNT", PAGE_EVENTS)
+            or []
+        )
+        found += map(_decode_event, rows)
+        if len(rows) < PAGE_EVENTS:
             return found
         since = found[-1].id
 
 
-async def last_id(state: State) -> str:
+async def read_last_id(state: StateClient) -> str:
     """The id of the last event; "0" when there is none."""
-    rows = await state.command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+    rows = await state.run_command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
     return str(rows[0][0]) if rows else "0"
 
 
-def order(event_id: str) -> tuple[int, int]:
+def parse_event_id(event_id: str) -> tuple[int, int]:
     """By what ids of events rise."""
     ms, _, number = event_id.partition("-")
     return int(ms), int(number or 0)
 
 
-async def _refuse_a_gap(state: State, since: str) -> None:
-    through = str(await state.command("GET", TRIMMED) or "0")
-    if order(since) < order(through):
+async def _check_no_gap(state: StateClient, since: str) -> None:
+    through = str(await state.run_command("GET", TRIMMED_KEY) or "0")
+    if parse_event_id(since) < parse_event_id(through):
         raise HistoryLost(
             f"history_lost: events after {since} are gone up to {through}",
             where="the event stream",
@@ -110,7 +116,7 @@ async def _refuse_a_gap(state: State, since: str) -> None:
         )
 
 
-def _event(row: Any) -> Event:
+def _decode_event(row: Any) -> Event:
     event_id, flat = row
     values = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
     fields = json.loads(values["fields"]) | json.loads(values["extra"])

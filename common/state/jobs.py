@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from meshrl.common.base.errors import NotFound
-from meshrl.common.base.hints import hints_of
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import MESH, job_prefix
+from meshrl.common.base.type_hints import resolve_hints
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
 
-JOBS = f"{MESH}:jobs"
-COUNTS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+JOBS = f"{MESH_PREFIX}:jobs"
+COUNT_FIELDS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
 
 
 class Phase(StrEnum):
@@ -31,9 +31,11 @@ class Phase(StrEnum):
     STOPPED = "stopped"
 
 
-ACTIVE = frozenset({Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION})  # shards work on the job
-PAUSED = "paused:"  # how `held` begins of a job that is paused
-ENDED = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
+ACTIVE_PHASES = frozenset(
+    {Phase.BASELINE, Phase.TRAINING, Phase.EVALUATION}
+)  # shards work on the job
+PAUSED_PREFIX = "paused:"  # how `held` begins of a job that is paused
+TERMINAL_PHASES = frozenset({Phase.FINISHED, Phase.FAILED, Phase.STOPPED})
 
 
 @dataclass(frozen=True)
@@ -70,27 +72,27 @@ class JobRow:
     since_ms: int = 0  # when it came on record: tells it from an earlier job of its name
 
     @property
-    def ended(self) -> bool:
+    def is_terminal(self) -> bool:
         """Whether the job is done, failed or stopped."""
-        return self.phase in ENDED
+        return self.phase in TERMINAL_PHASES
 
     @property
-    def paused(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether it is planned asleep: its deadlines, sessions and stall checks stand still."""
-        return self.held.startswith(PAUSED)
+        return self.held.startswith(PAUSED_PREFIX)
 
 
-_TYPES = hints_of(JobRow)
+_FIELD_TYPES = resolve_hints(JobRow)
 
 
 async def submit(
-    state: State, job: str, document: dict[str, Any], run_dir: str, op_id: str
+    state: StateClient, job: str, document: dict[str, Any], run_dir: str, op_id: str
 ) -> None:
     """Puts a job on record, queued. Refused when the mesh has one of this name."""
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, beginning())
+    await create_job(state, job, document, run_dir, op_id, Phase.QUEUED, initial_counters())
 
 
-def beginning() -> dict[str, Any]:
+def initial_counters() -> dict[str, Any]:
     """The counters of a job that has done nothing."""
     return {
         "lineage": 0,
@@ -102,20 +104,20 @@ def beginning() -> dict[str, Any]:
         "cursor": 0,
         "next_group": 0,
         "admitted": 0,
-        "counts": dict.fromkeys(COUNTS, 0),
+        "counts": dict.fromkeys(COUNT_FIELDS, 0),
         "requeue": [],
     }
 
 
-async def create(
-    state: State,
+async def create_job(
+    state: StateClient,
     job: str,
     document: dict[str, Any],
     run_dir: str,
     op_id: str,
     phase: Phase,
     counters: dict[str, Any],
-    restored: dict[str, Any] | None = None,
+    restored_details: dict[str, Any] | None = None,
 ) -> None:
     """Writes a job's row with the counters it begins with, and the event `submitted`, or `restored`
     with what is told of that.
@@ -124,38 +126,38 @@ async def create(
     args = counters | {
         "job": job,
         "op": op_id,
-        **_recorded(document),
+        **_encode_document(document),
         "run_dir": run_dir,
         "phase": phase,
         "groups_per_step": algorithm["groups_per_step"],
         "group_size": algorithm["group_size"],
         "max_staleness": algorithm["max_staleness"],
         "budget_steps": document["budget"]["steps"],
-        "why": "submitted" if restored is None else "restored",
-        "extra": json.dumps(restored or {}),
+        "why": "submitted" if restored_details is None else "restored",
+        "extra": json.dumps(restored_details or {}),
     }
-    await state.run("submit", [job_prefix(job)], args)
+    await state.run_script("submit", [job_prefix(job)], args)
 
 
-async def jobs(state: State) -> list[JobRow]:
+async def read_jobs(state: StateClient) -> list[JobRow]:
     """All jobs of the mesh, in the order in which they were submitted."""
     args = {"index": JOBS, "prefix": "{", "suffix": "}:job", "beside": "}:given"}
-    rows = (await state.run_mesh("rows", **args))["rows"]
-    return [_job(row) for row in rows or []]
+    rows = (await state.run_mesh_script("rows", **args))["rows"]
+    return [_decode_job(row) for row in rows or []]
 
 
-async def job(state: State, job: str) -> JobRow:
+async def read_job(state: StateClient, job: str) -> JobRow:
     """One job; NotFound when the mesh has none of that name."""
     prefix = job_prefix(job)
     args = {"key": f"{prefix}:job", "beside": f"{prefix}:given"}
-    row = (await state.run("row", [prefix], args))["row"]
+    row = (await state.run_script("row", [prefix], args))["row"]
     if not row or "phase" not in row:
         raise NotFound(f"there is no job {job}", fix="`meshrl status` lists the jobs of this mesh.")
-    return _job(row | {"id": job})
+    return _decode_job(row | {"id": job})
 
 
 async def set_phase(
-    state: State,
+    state: StateClient,
     job: str,
     phase: Phase,
     token: int,
@@ -170,24 +172,24 @@ async def set_phase(
     args = {"job": job, "phase": phase, "name": name, "token": token, "error": error}
     if lineage is not None:
         args["lineage"] = lineage
-    await state.run("phase", [job_prefix(job)], args)
+    await state.run_script("phase", [job_prefix(job)], args)
 
 
-async def reopen(state: State, job: str, op_id: str) -> None:
+async def reopen(state: StateClient, job: str, op_id: str) -> None:
     """Lets a job that was stopped or failed go on where it was; Refused when it has finished."""
-    await state.run_job("reopen", job, op=op_id)
+    await state.run_job_script("reopen", job, op=op_id)
 
 
-async def cancel(state: State, job: str, op_id: str) -> bool:
+async def cancel(state: StateClient, job: str, op_id: str) -> bool:
     """Stops a job for a person, who holds no lease; False when it had ended already. `reopen` lets
     it go on where it was. NotFound when the mesh has none of that name.
     """
-    done = await state.run_job("cancel", job, op=op_id)
+    done = await state.run_job_script("cancel", job, op=op_id)
     return bool(done["cancelled"])
 
 
-async def change(
-    state: State,
+async def change_document(
+    state: StateClient,
     job: str,
     document: dict[str, Any],
     changes: dict[str, tuple[Any, Any]],
@@ -197,11 +199,11 @@ async def change(
     True when one that had done all its steps has more to do now. The event `changed` tells of
     `changes`, (was, now) by key.
     """
-    answer = await state.run_job(
+    answer = await state.run_job_script(
         "change",
         job,
         op=op_id,
-        **_recorded(document),
+        **_encode_document(document),
         budget_steps=document["budget"]["steps"],
         max_staleness=document["algorithm"]["max_staleness"],
         extra=json.dumps({"changes": changes}),
@@ -210,7 +212,7 @@ async def change(
 
 
 @dataclass(frozen=True)
-class RecordedResult:
+class EvaluationRecord:
     """The result of version `step` of a lineage under a tag. `value` is the figure that the job is
     judged by: the highest so far, of the current version, makes that the best version.
     """
@@ -223,7 +225,7 @@ class RecordedResult:
 
 
 async def record_evaluation(
-    state: State, job: str, evaluation: RecordedResult, name: str, token: int
+    state: StateClient, job: str, evaluation: EvaluationRecord, name: str, token: int
 ) -> bool:
     """Records a result, once for its tag: False when there is one already, or the job is in another
     lineage by now. Fenced without the lease (name, token).
@@ -239,24 +241,24 @@ async def record_evaluation(
     }
     if evaluation.value is not None:
         args["value"] = evaluation.value
-    return bool((await state.run("evaluation", [job_prefix(job)], args))["recorded"])
+    return bool((await state.run_script("evaluation", [job_prefix(job)], args))["recorded"])
 
 
-async def awaits_evaluation(state: State, job: str, tag: str) -> bool:
+async def is_evaluation_pending(state: StateClient, job: str, tag: str) -> bool:
     """Whether a result under `tag` may still come: there is none, and the job has not ended."""
-    found = await state.run_job("evaluated", job, tag=tag)
-    return not found["recorded"] and found["phase"] not in ENDED
+    found = await state.run_job_script("evaluated", job, tag=tag)
+    return not found["recorded"] and found["phase"] not in TERMINAL_PHASES
 
 
-async def paused(state: State, job: str) -> bool:
+async def is_paused(state: StateClient, job: str) -> bool:
     """Whether a job is paused, for who asks often; False when there is none of that name."""
-    return await state.command("ZSCORE", f"{MESH}:jobs:paused", job) is not None
+    return await state.run_command("ZSCORE", f"{MESH_PREFIX}:jobs:paused", job) is not None
 
 
-async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
+async def read_evaluations(state: StateClient, job: str) -> list[dict[str, Any]]:
     """`{tag, step, at_ms, by, result}` of each evaluation, by step."""
     prefix = job_prefix(job)
-    rows = (await state.run("row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
+    rows = (await state.run_script("row", [prefix], {"key": f"{prefix}:evaluations"}))["row"]
     found = [json.loads(row) for row in (rows or {}).values()]
     return sorted(
         (row | {"result": json.loads(row["result"])} for row in found),
@@ -264,21 +266,21 @@ async def evaluations(state: State, job: str) -> list[dict[str, Any]]:
     )
 
 
-def _recorded(document: dict[str, Any]) -> dict[str, str]:
+def _encode_document(document: dict[str, Any]) -> dict[str, str]:
     text = json.dumps(document)
     digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
     return {"document": text, "digest": digest}
 
 
 @lru_cache(maxsize=16)  # rows are read several times a second, documents hardly ever change
-def _document(text: str) -> dict[str, Any]:
+def _decode_document(text: str) -> dict[str, Any]:
     """For reading: all rows of a job share it."""
     found: dict[str, Any] = json.loads(text)
     return found
 
 
-def _job(row: dict[str, str]) -> JobRow:
-    known: dict[str, Any] = {name: row[name] for name in _TYPES if name in row}
-    numbers = {name: int(value) for name, value in known.items() if _TYPES[name] is int}
-    typed = {"phase": Phase(row["phase"]), "document": _document(row["document"])}
+def _decode_job(row: dict[str, str]) -> JobRow:
+    known: dict[str, Any] = {name: row[name] for name in _FIELD_TYPES if name in row}
+    numbers = {name: int(value) for name, value in known.items() if _FIELD_TYPES[name] is int}
+    typed = {"phase": Phase(row["phase"]), "document": _decode_document(row["document"])}
     return JobRow(**known | numbers | typed)

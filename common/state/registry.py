@@ -7,17 +7,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshrl.common.state.hosts.doors import Row
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.hosts.credentials import Credential
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX
 
 LEASE_MS = 6000
 # What a process says of itself once, when it registers.
-ABOUT = ("kind", "address", "bulk", "metrics", "host", "pid", "start_time", "run_root")
+REGISTRATION_FIELDS = (
+    "kind",
+    "address",
+    "bulk",
+    "metrics",
+    "host",
+    "pid",
+    "start_time",
+    "run_root",
+)
 # Of the stats of these processes the leader of the planners reads so much at every look: it has
 # thousands of rows to read, and nothing else is answered meanwhile.
-COUNTED_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
-COUNTED = (
+SNAPSHOT_KINDS = frozenset({"engine", "trainer", "hybrid", "rollout", "sandbox", "node", "rank"})
+SNAPSHOT_STATS = (
     *("job", "gang", "resident", "draining", "rests", "takes", "tiers"),
     *("tokens", "step", "bins", "published"),
     *("work", "curve", "lengths", "profile", "cores", "busy_cores"),
@@ -25,7 +34,7 @@ COUNTED = (
 
 
 @dataclass
-class Entry:
+class RegistryEntry:
     """A process as the registry knows it; `alive` is by the server's time when it was read."""
 
     name: str
@@ -49,7 +58,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Renewal:
+class LeaseRenewal:
     """What came of renewing a lease."""
 
     held: bool
@@ -57,14 +66,14 @@ class Renewal:
     why: str = ""  # it is not held, if it is for another reason than time
 
 
-async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
+async def register(state: StateClient, entry: RegistryEntry, ttl_ms: int = LEASE_MS) -> int:
     """The fencing token of a new lease on `entry.name`; the old one for the same incarnation, if
     nobody took the name.
 
     Refused while another incarnation holds it.
     """
-    about = {name: getattr(entry, name) for name in ABOUT}
-    answer = await state.run_mesh(
+    about = {name: getattr(entry, name) for name in REGISTRATION_FIELDS}
+    answer = await state.run_mesh_script(
         "register",
         name=entry.name,
         kind=entry.kind,
@@ -73,20 +82,20 @@ async def register(state: State, entry: Entry, ttl_ms: int = LEASE_MS) -> int:
         about=json.dumps(about),
         stats=json.dumps(entry.stats),
         waits=json.dumps(entry.waits),
-        **_counted(entry.name, entry.stats),
+        **_encode_snapshot_stats(entry.name, entry.stats),
     )
     return int(answer["token"])
 
 
-def renew(
-    state: State,
+def renew_lease(
+    state: StateClient,
     name: str,
     token: int,
     ttl_ms: int,
     stats: dict[str, Any],
     waits: list[dict[str, Any]],
-    door: Row | None = None,
-) -> Renewal:
+    credential: Credential | None = None,
+) -> LeaseRenewal:
     """Prolongs the lease, and shows the key of the process at its door if it has one. Blocks, for
     the renewal thread; StateUnavailable when Redis is away.
 
@@ -100,56 +109,58 @@ def renew(
         "ttl_ms": ttl_ms,
         "stats": json.dumps(stats),
         "waits": json.dumps(waits),
-        "away_ms": state.away_ms(),
-        **_counted(name, stats),
-        **({"door": asdict(door)} if door is not None else {}),
+        "away_ms": state.get_outage_ms(),
+        **_encode_snapshot_stats(name, stats),
+        **({"door": asdict(credential)} if credential is not None else {}),
     }
-    return Renewal(**state.run_sync("renew", [MESH], args))
+    return LeaseRenewal(**state.run_script_sync("renew", [MESH_PREFIX], args))
 
 
-async def release(state: State, name: str, token: int) -> bool:
+async def release_lease(state: StateClient, name: str, token: int) -> bool:
     """Ends the caller's own lease; False when it was no longer its own."""
-    return bool((await state.run_mesh("vacate", name=name, token=token, why="released"))["vacated"])
+    return bool(
+        (await state.run_mesh_script("vacate", name=name, token=token, why="released"))["vacated"]
+    )
 
 
-async def evict(state: State, name: str, incarnation: str) -> bool:
+async def evict(state: StateClient, name: str, incarnation: str) -> bool:
     """Ends the lease of a process that its supervisor saw end; False when the name is another's by
     now.
     """
     args = {"name": name, "incarnation": incarnation, "why": "evicted"}
-    return bool((await state.run_mesh("vacate", **args))["vacated"])
+    return bool((await state.run_mesh_script("vacate", **args))["vacated"])
 
 
-async def lookup(state: State, name: str) -> Entry | None:
+async def lookup(state: StateClient, name: str) -> RegistryEntry | None:
     """The entry of that name, dead or alive; None when it was never there or has been dead for ten
     minutes.
     """
     return (await lookup_all(state, [name])).get(name)
 
 
-async def lookup_all(state: State, names: Sequence[str]) -> dict[str, Entry]:
+async def lookup_all(state: StateClient, names: Sequence[str]) -> dict[str, RegistryEntry]:
     """What `lookup` finds of each of these, by name."""
-    found = (await state.run_mesh("entries", names=list(names)))["entries"]
-    return {row["name"]: _entry(row, json.loads(row["about"])) for row in found or []}
+    found = (await state.run_mesh_script("entries", names=list(names)))["entries"]
+    return {row["name"]: _decode_entry(row, json.loads(row["about"])) for row in found or []}
 
 
-async def entries(state: State, kind: str = "") -> list[Entry]:
+async def list_entries(state: StateClient, kind: str = "") -> list[RegistryEntry]:
     """All entries, of one kind if asked, the dead of the last ten minutes among them."""
-    rows = (await state.run_mesh("entries"))["entries"]
+    rows = (await state.run_mesh_script("entries"))["entries"]
     told = [(row, json.loads(row["about"])) for row in rows or []]
-    return [_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
+    return [_decode_entry(row, about) for row, about in told if not kind or about["kind"] == kind]
 
 
-def _counted(name: str, stats: dict[str, Any]) -> dict[str, str]:
+def _encode_snapshot_stats(name: str, stats: dict[str, Any]) -> dict[str, str]:
     kind = name.partition("/")[0]
-    if kind not in COUNTED_KINDS:
+    if kind not in SNAPSHOT_KINDS:
         return {}
-    counts = {key: stats[key] for key in COUNTED if key in stats}
+    counts = {key: stats[key] for key in SNAPSHOT_STATS if key in stats}
     return {"counted": json.dumps({"name": name, "kind": kind, "stats": counts})}
 
 
-def _entry(row: dict[str, Any], about: dict[str, Any]) -> Entry:
-    return Entry(
+def _decode_entry(row: dict[str, Any], registration: dict[str, Any]) -> RegistryEntry:
+    return RegistryEntry(
         name=row["name"],
         incarnation=row["incarnation"],
         token=int(row["token"]),
@@ -158,5 +169,5 @@ def _entry(row: dict[str, Any], about: dict[str, Any]) -> Entry:
         renewed_ms=int(row["renewed_ms"]),
         expires_ms=int(row["expires_ms"]),
         alive=row["alive"],
-        **about,
+        **registration,
     )

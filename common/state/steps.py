@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshrl.common.state.groups import GroupRow, group_row
-from meshrl.common.state.jobs import COUNTS, Phase, beginning, create
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.groups import GroupRow, decode_group_row
+from meshrl.common.state.jobs import COUNT_FIELDS, Phase, create_job, initial_counters
+from meshrl.common.state.redis.client import StateClient
 from meshrl.common.state.redis.keys import job_prefix
 
 # Groups opened after a checkpoint left no row when Redis was lost; none of their ids is used again.
 # More than a lineage opens, and few enough that Lua, which writes numbers with 14 digits, never
 # rounds an id.
-IDS_APART = 1_000_000_000
-UNDONE = ("trained", "filtered", "typed_drops")  # ends that an older checkpoint undoes
+GROUP_ID_GAP = 1_000_000_000
+UNDONE_COUNTS = ("trained", "filtered", "typed_drops")  # ends that an older checkpoint undoes
 
 
 @dataclass(frozen=True)
-class Committed:
+class StepCommitResult:
     """The answer to the commit of a step: the version that it made."""
 
     version: int
@@ -43,7 +43,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class VersionNames:
+class VersionReferences:
     """Names of a version: its manifest, its checkpoint, and the identities of what is published and
     of what is trained (`common/weights/layout/identity.py`).
     """
@@ -66,29 +66,34 @@ class StepCommit:
     step: int
     groups: Sequence[int]
     filtered_groups: Sequence[int]
-    names: VersionNames
+    references: VersionReferences
     metrics: dict[str, Any]
-    record: dict[str, Any]
+    replay_data: dict[str, Any]
     covered: int = -1
 
 
 async def commit_initial(
-    state: State, job: str, trainer: str, token: int, lineage: int, names: VersionNames
+    state: StateClient,
+    job: str,
+    trainer: str,
+    token: int,
+    lineage: int,
+    references: VersionReferences,
 ) -> None:
     """Commits version 0. Idempotent by manifest; Refused when the job began from other weights,
     Fenced without the lease.
     """
-    args = {"trainer": trainer, "token": token, "lineage": lineage} | asdict(names)
-    await state.run_job("commit_initial", job, **args)
+    args = {"trainer": trainer, "token": token, "lineage": lineage} | asdict(references)
+    await state.run_job_script("commit_initial", job, **args)
 
 
 async def commit_step(
-    state: State, job: str, trainer: str, token: int, lineage: int, commit: StepCommit
-) -> Committed:
+    state: StateClient, job: str, trainer: str, token: int, lineage: int, commit: StepCommit
+) -> StepCommitResult:
     """Makes version `step` current and ends its groups, once per (job, lineage, step). Fenced
     without the lease; Refused when the step is not next, or committed with another manifest.
     """
-    answer = await state.run_job(
+    answer = await state.run_job_script(
         "commit_step",
         job,
         trainer=trainer,
@@ -99,36 +104,36 @@ async def commit_step(
         filtered=list(commit.filtered_groups),
         metrics=json.dumps(commit.metrics),
         metrics_field=json.dumps({"metrics": commit.metrics}),
-        record=json.dumps(commit.record),
+        record=json.dumps(commit.replay_data),
         covered=commit.covered,
-        **asdict(commit.names),
+        **asdict(commit.references),
     )
-    return Committed(answer["version"], answer["replayed"])
+    return StepCommitResult(answer["version"], answer["replayed"])
 
 
-async def cover(
-    state: State, job: str, trainer: str, token: int, lineage: int, step: int, checkpoint: str
+async def record_checkpoint(
+    state: StateClient, job: str, trainer: str, token: int, lineage: int, step: int, checkpoint: str
 ) -> None:
     """A durable checkpoint holds version `step`, which is current: the job goes on from it. Refused
     when it is not current, Fenced without the lease.
     """
     args = {"trainer": trainer, "token": token, "lineage": lineage}
     args |= {"step": step, "checkpoint": checkpoint}
-    await state.run("cover", [job_prefix(job)], args)
+    await state.run_script("cover", [job_prefix(job)], args)
 
 
-async def step_rows(state: State, job: str, since: int = 0) -> list[dict[str, Any]]:
-    """A row for each step after `since` that is still there (see `readers.trim`), in order: its
-    metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories that its groups
-    count for in the account (`trained` and `filtered_trajectories`; the metrics' own `filtered`
-    counts groups), and `failed_share`: of those that have ended since the step before, the share
-    without a reward.
+async def read_step_rows(state: StateClient, job: str, after_step: int = 0) -> list[dict[str, Any]]:
+    """A row for each step after `after_step` that is still there (see `readers.trim`), in order:
+    its metrics, and step, lineage, manifest, checkpoint, committed_ms, the trajectories that its
+    groups count for in the account (`trained` and `filtered_trajectories`; the metrics' own
+    `filtered` counts groups), and `failed_share`: of those that have ended since the step before,
+    the share without a reward.
     """
-    rows = (await state.run_job("step_rows", job, since=since))["rows"]
-    return [step_row(row) for row in rows or []]
+    rows = (await state.run_job_script("step_rows", job, since=after_step))["rows"]
+    return [decode_step_row(row) for row in rows or []]
 
 
-def step_row(row: Mapping[str, str]) -> dict[str, Any]:
+def decode_step_row(row: Mapping[str, str]) -> dict[str, Any]:
     """Return a step's row of `metrics.jsonl` from its hash in Redis."""
     metrics: dict[str, Any] = json.loads(row["metrics"])
     return (
@@ -141,11 +146,11 @@ def step_row(row: Mapping[str, str]) -> dict[str, Any]:
     )
 
 
-async def step_records(state: State, job: str, since: int = 0) -> list[StepRecord]:
-    """What a replay from version `since` needs, in order; steps that a checkpoint covers are not
-    among them.
+async def read_step_records(state: StateClient, job: str, after_step: int = 0) -> list[StepRecord]:
+    """What a replay from version `after_step` needs, in order; steps that a checkpoint covers are
+    not among them.
     """
-    rows = (await state.run_job("step_rows", job, since=since))["rows"]
+    rows = (await state.run_job_script("step_rows", job, since=after_step))["rows"]
     found = []
     for row in rows or []:
         if "record" in row:
@@ -153,27 +158,27 @@ async def step_records(state: State, job: str, since: int = 0) -> list[StepRecor
             left_out = [g["group"] for g in groups if g["state"].startswith("filtered")]
             named = int(row["step"]), row["manifest"], row["checkpoint"]
             record = json.loads(row["record"])
-            found.append(StepRecord(*named, [*map(group_row, groups)], left_out, record))
+            found.append(StepRecord(*named, [*map(decode_group_row, groups)], left_out, record))
     return found
 
 
 async def open_lineage(
-    state: State,
+    state: StateClient,
     job: str,
     trainer: str,
     token: int,
     version: int,
-    names: VersionNames,
+    references: VersionReferences,
     op_id: str,
     account: dict[str, Any] | None = None,
 ) -> int:
     """Goes back to a checkpoint under a new lineage, whose number is returned; later steps are
     abandoned.
 
-    Their groups are ready again. `version` and `names` are those of the weights that the checkpoint
-    holds. With its `account` it may be older than the one that covers the job's steps: nothing is
-    left of what those trained. It counts as host_lost, and each prompt that was given out since,
-    and is neither in flight nor waiting, goes back to the cursor. Refused without.
+    Their groups are ready again. `version` and `references` are those of the weights that the
+    checkpoint holds. With its `account` it may be older than the one that covers the job's steps:
+    nothing is left of what those trained. It counts as host_lost, and each prompt that was given
+    out since, and is neither in flight nor waiting, goes back to the cursor. Refused without.
     """
     args: dict[str, Any] = {
         "job": job,
@@ -181,20 +186,20 @@ async def open_lineage(
         "token": token,
         "version": version,
         "op": op_id,
-        **asdict(names),
+        **asdict(references),
     }
     if account is not None:  # that of version 0 tells nothing: nothing was opened before
         counts = account.get("counts", {})
         args["back"] = {
-            "counts": {field: counts.get(field, 0) for field in UNDONE},
+            "counts": {field: counts.get(field, 0) for field in UNDONE_COUNTS},
             "cursor": account.get("cursor", 0),
             "requeue": account.get("requeue", []),
         }
-    return int((await state.run("open_lineage", [job_prefix(job)], args))["lineage"])
+    return int((await state.run_script("open_lineage", [job_prefix(job)], args))["lineage"])
 
 
-async def checkpoint_state(
-    state: State, job: str, groups: Sequence[int] = (), filtered_groups: Sequence[int] = ()
+async def read_checkpoint_state(
+    state: StateClient, job: str, groups: Sequence[int] = (), filtered_groups: Sequence[int] = ()
 ) -> dict[str, Any]:
     """What a checkpoint's manifest must hold for `restore_job`, read at one instant.
 
@@ -202,18 +207,18 @@ async def checkpoint_state(
     checkpoint is written before the commit that names it. The writer adds `manifest` (of the
     weights) and `checkpoint` (its name).
     """
-    found: dict[str, Any] = await state.run_job(
+    found: dict[str, Any] = await state.run_job_script(
         "checkpoint_state",
         job,
         groups=sorted({*groups, *filtered_groups}),
         filtered=list(filtered_groups),
-        counts=list(COUNTS),
+        counts=list(COUNT_FIELDS),
     )
     return found | {"requeue": found["requeue"] or [], "steps_done": max(found["version"], 0)}
 
 
 async def restore_job(
-    state: State,
+    state: StateClient,
     job: str,
     document: dict[str, Any],
     run_dir: str,
@@ -230,7 +235,7 @@ async def restore_job(
     version, size = checkpoint["version"], document["algorithm"]["groups_per_step"]
     counts = dict(checkpoint["counts"])
     counts["host_lost"] += checkpoint["in_flight"]
-    past = max(checkpoint["next_group"] // IDS_APART + 1, lineage)
+    past = max(checkpoint["next_group"] // GROUP_ID_GAP + 1, lineage)
     counters = {
         "lineage": lineage,
         "version": version,
@@ -239,7 +244,7 @@ async def restore_job(
         "steps_done": version,
         "covered": version,
         "cursor": checkpoint["cursor"],
-        "next_group": past * IDS_APART,
+        "next_group": past * GROUP_ID_GAP,
         "admitted": version * size,
         "counts": counts,
         "requeue": checkpoint["requeue"],
@@ -249,16 +254,16 @@ async def restore_job(
     phase = Phase.TRAINING if version < document["budget"]["steps"] else Phase.EVALUATION
     op_id = f"restore-{lineage}-{version}"
     details = {"counts": counts}
-    await create(state, job, document, run_dir, op_id, phase, counters, details)
+    await create_job(state, job, document, run_dir, op_id, phase, counters, details)
 
 
 async def restart_job(
-    state: State, job: str, document: dict[str, Any], run_dir: str, last_lineage: int
+    state: StateClient, job: str, document: dict[str, Any], run_dir: str, last_lineage: int
 ) -> None:
     """After the loss of Redis before the first checkpoint that has an account: the job from its
     beginning, in a lineage above `last_lineage`. Once per new lineage.
     """
     lineage = last_lineage + 1
-    counters = beginning() | {"lineage": lineage, "next_group": lineage * IDS_APART}
+    counters = initial_counters() | {"lineage": lineage, "next_group": lineage * GROUP_ID_GAP}
     op_id, details = f"restart-{lineage}", {"counts": counters["counts"]}
-    await create(state, job, document, run_dir, op_id, Phase.QUEUED, counters, details)
+    await create_job(state, job, document, run_dir, op_id, Phase.QUEUED, counters, details)

@@ -17,70 +17,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrl.kernels.backends.declined import Declined
-from meshrl.kernels.backends.launch import Launchers
-from meshrl.kernels.build import SOURCES, alone, folder
+from meshrl.kernels.backends.cuda_launchers import Launchers
+from meshrl.kernels.backends.kernel_unsupported import KernelUnsupported
+from meshrl.kernels.library_build import SOURCE_DIRECTORY, get_cache_directory, lock_build
 
-CUDA_SOURCES = tuple(SOURCES / name for name in ("bucket.cu", "paged_decode.cu"))
+CUDA_SOURCES = tuple(SOURCE_DIRECTORY / name for name in ("bucket.cu", "paged_decode.cu"))
 NVCC_FLAGS = ("-O3", "-std=c++20")
-REASON_MOST = 500  # characters of a compiler's complaint
+MAX_REASON_CHARS = 500  # characters of a compiler's complaint
 
 
-def _launched(name: str) -> Callable[..., Any]:
+def _make_launcher_call(name: str) -> Callable[..., Any]:
     """The operator of this name by its launcher, on the device of its first tensor."""
 
     def run(first: Tensor, *arguments: Any) -> Any:
         with torch.cuda.device(first.device):
-            return getattr(launchers(first.device), name)(first, *arguments)
+            return getattr(get_launchers(first.device), name)(first, *arguments)
 
     return run
 
 
-bucket_pack = _launched("bucket_pack")
-bucket_scatter = _launched("bucket_scatter")
-paged_write = _launched("paged_write")
-paged_decode = _launched("paged_decode")
+bucket_pack = _make_launcher_call("bucket_pack")
+bucket_scatter = _make_launcher_call("bucket_scatter")
+paged_write = _make_launcher_call("paged_write")
+paged_decode = _make_launcher_call("paged_decode")
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Computes the reference's; may decline."""
-    tensors = [tensor.contiguous() for tensor in (queries, keys, values, starts)]
+    tensors = [tensor.contiguous() for tensor in (queries, keys, values, cu_seqlens)]
     with torch.cuda.device(queries.device):
-        out: Tensor = _triton().varlen_prefill(*tensors, scale, window)
+        out: Tensor = _import_triton_kernels().varlen_prefill(*tensors, scale, window)
     return out
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
     """The log-probability of one token of each row of logits -> [n] float32. May decline."""
     if not logits.is_contiguous():
-        raise Declined
+        raise KernelUnsupported
     with torch.cuda.device(logits.device):
-        out: Tensor = _triton().token_logprob(logits, tokens.contiguous(), temperature.contiguous())
+        out: Tensor = _import_triton_kernels().token_logprob(
+            logits, tokens.contiguous(), temperature.contiguous()
+        )
     return out
 
 
-def _triton() -> ModuleType:
+def _import_triton_kernels() -> ModuleType:
     try:
         from meshrl.kernels.backends import triton_kernels
     except ImportError as error:
-        raise Declined(f"no Triton: {error}") from error
+        raise KernelUnsupported(f"no Triton: {error}") from error
     return triton_kernels
 
 
 @cache
-def launchers(device: torch.device) -> Launchers:
+def get_launchers(device: torch.device) -> Launchers:
     """The launchers for one device; Declined if they cannot be built."""
-    library = built()
+    library = build_library()
     if isinstance(library, str):
-        raise Declined(library)
+        raise KernelUnsupported(library)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return Launchers(library, processors, lambda: torch.cuda.current_stream(device).cuda_stream)
 
 
 @cache
-def built() -> ctypes.CDLL | str:
+def build_library() -> ctypes.CDLL | str:
     """The library of the CUDA sources, built if this machine has not built it yet; or why not."""
     from torch.utils import cpp_extension
 
@@ -90,9 +92,9 @@ def built() -> ctypes.CDLL | str:
         seen.update(source.read_bytes())
     name = f"meshrl_cuda_{seen.hexdigest()[:20]}"
     try:
-        place = folder() / name
+        place = get_cache_directory() / name
         place.mkdir(exist_ok=True)
-        with alone(place / "meshrl.lock"):
+        with lock_build(place / "meshrl.lock"):
             # torch's own lock outlives whoever dies with it, and would be waited for without end.
             (place / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
@@ -106,4 +108,4 @@ def built() -> ctypes.CDLL | str:
             )
         return ctypes.CDLL(path)
     except (OSError, RuntimeError) as error:
-        return f"the CUDA sources cannot be built: {str(error)[:REASON_MOST]}"
+        return f"the CUDA sources cannot be built: {str(error)[:MAX_REASON_CHARS]}"

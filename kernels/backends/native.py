@@ -12,48 +12,52 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from meshrl.kernels.backends.declined import Declined, narrow, need_contiguous
-from meshrl.kernels.build import library
+from meshrl.kernels.backends.kernel_unsupported import (
+    KernelUnsupported,
+    bfloat16_flag,
+    require_contiguous,
+)
+from meshrl.kernels.library_build import build_library
 
 # As in csrc/paged.h.
 NO_MEMORY, OUT_OF_RANGE = 1, 2
 
-POINTER, FLAG, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+C_POINTER, C_INT, C_INT64, C_FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, list[type]] = {
-    "ops_has_width": [SIZE],
-    "ops_bucket_pack": [POINTER, SIZE, SIZE, POINTER, SIZE, POINTER],
-    "ops_bucket_scatter": [POINTER, POINTER, SIZE, SIZE, SIZE, POINTER],
-    "ops_paged_decode": [FLAG, *[POINTER] * 5, *[SIZE] * 7, FLOAT, POINTER],
-    "ops_paged_write": [FLAG, *[POINTER] * 6, *[SIZE] * 5],
-    "ops_varlen_prefill": [FLAG, *[POINTER] * 4, *[SIZE] * 6, FLOAT, POINTER],
-    "ops_token_logprob": [FLAG, *[POINTER] * 3, *[SIZE] * 2, POINTER],
+    "ops_has_width": [C_INT64],
+    "ops_bucket_pack": [C_POINTER, C_INT64, C_INT64, C_POINTER, C_INT64, C_POINTER],
+    "ops_bucket_scatter": [C_POINTER, C_POINTER, C_INT64, C_INT64, C_INT64, C_POINTER],
+    "ops_paged_decode": [C_INT, *[C_POINTER] * 5, *[C_INT64] * 7, C_FLOAT, C_POINTER],
+    "ops_paged_write": [C_INT, *[C_POINTER] * 6, *[C_INT64] * 5],
+    "ops_varlen_prefill": [C_INT, *[C_POINTER] * 4, *[C_INT64] * 6, C_FLOAT, C_POINTER],
+    "ops_token_logprob": [C_INT, *[C_POINTER] * 3, *[C_INT64] * 2, C_POINTER],
 }
 
 
 @cache
-def functions() -> ctypes.CDLL:
+def load_library() -> ctypes.CDLL:
     """The library, built on first use; Declined if it cannot be."""
-    built = library("ops")
+    built = build_library("ops")
     if built.path is None:
-        raise Declined(built.reason)
-    return built.bound(SIGNATURES)
+        raise KernelUnsupported(built.reason)
+    return built.load_with_signatures(SIGNATURES)
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
     """Computes the reference's; Declined: rows are not contiguous."""
-    need_contiguous(rows)
+    require_contiguous(rows)
     packed = rows.new_empty(index.shape[0], *rows.shape[1:])
-    index, size = index.contiguous(), _row_bytes(rows)
-    _call("ops_bucket_pack", rows, rows.shape[0], size, index, index.shape[0], packed)
+    index, size = index.contiguous(), _count_row_bytes(rows)
+    _call_library("ops_bucket_pack", rows, rows.shape[0], size, index, index.shape[0], packed)
     return packed
 
 
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
     """Computes the reference's; Declined: rows are not contiguous."""
-    need_contiguous(rows)
+    require_contiguous(rows)
     packed, index = packed.contiguous(), index.contiguous()
-    n, size = rows.shape[0], _row_bytes(rows)
-    _call("ops_bucket_scatter", packed, index, index.shape[0], n, size, rows)
+    n, size = rows.shape[0], _count_row_bytes(rows)
+    _call_library("ops_bucket_scatter", packed, index, index.shape[0], n, size, rows)
 
 
 def paged_decode(
@@ -67,13 +71,13 @@ def paged_decode(
 ) -> Tensor:
     """Computes the reference's; Declined: no kernel for the width, or a cache not contiguous."""
     n, heads, width = queries.shape
-    need_contiguous(keys, values)
-    _need_width(width)
+    require_contiguous(keys, values)
+    _require_width(width)
     queries, table, lengths = queries.contiguous(), table.contiguous(), lengths.contiguous()
     out = torch.empty_like(queries)
     sizes = (n, heads, width, keys.shape[0], keys.shape[1], table.shape[1], window)
     tensors = (queries, keys, values, table, lengths)
-    _call("ops_paged_decode", narrow(keys), *tensors, *sizes, scale, out)
+    _call_library("ops_paged_decode", bfloat16_flag(keys), *tensors, *sizes, scale, out)
     return out
 
 
@@ -86,46 +90,50 @@ def paged_write(
     positions: Tensor,
 ) -> None:
     """Computes the reference's; Declined: the cache is not contiguous."""
-    need_contiguous(keys, values)
+    require_contiguous(keys, values)
     rows = [tensor.contiguous() for tensor in (new_keys, new_values, table, positions)]
     sizes = (new_keys.shape[0], new_keys.shape[2], keys.shape[0], keys.shape[1], table.shape[1])
-    _call("ops_paged_write", narrow(keys), keys, values, *rows, *sizes)
+    _call_library("ops_paged_write", bfloat16_flag(keys), keys, values, *rows, *sizes)
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Computes the reference's; Declined: there is no kernel for the width."""
-    _need_width(queries.shape[2])
-    queries, keys, values, starts = (t.contiguous() for t in (queries, keys, values, starts))
+    _require_width(queries.shape[2])
+    queries, keys, values, cu_seqlens = (
+        t.contiguous() for t in (queries, keys, values, cu_seqlens)
+    )
     out = torch.empty_like(queries)
-    sizes = (starts.shape[0] - 1, queries.shape[0], queries.shape[1], *keys.shape[1:], window)
-    tensors = (queries, keys, values, starts)
-    _call("ops_varlen_prefill", narrow(keys), *tensors, *sizes, scale, out)
+    sizes = (cu_seqlens.shape[0] - 1, queries.shape[0], queries.shape[1], *keys.shape[1:], window)
+    tensors = (queries, keys, values, cu_seqlens)
+    _call_library("ops_varlen_prefill", bfloat16_flag(keys), *tensors, *sizes, scale, out)
     return out
 
 
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor:
     """Computes the reference's; Declined: logits are not contiguous."""
-    need_contiguous(logits)
+    require_contiguous(logits)
     tokens, temperature = tokens.contiguous(), temperature.contiguous()
     out = torch.empty_like(temperature)
-    _call("ops_token_logprob", narrow(logits), logits, tokens, temperature, *logits.shape, out)
+    _call_library(
+        "ops_token_logprob", bfloat16_flag(logits), logits, tokens, temperature, *logits.shape, out
+    )
     return out
 
 
-def _need_width(width: int) -> None:
-    if not functions().ops_has_width(width):
-        raise Declined
+def _require_width(width: int) -> None:
+    if not load_library().ops_has_width(width):
+        raise KernelUnsupported
 
 
-def _row_bytes(rows: Tensor) -> int:
+def _count_row_bytes(rows: Tensor) -> int:
     return rows.element_size() * rows.shape[1:].numel()
 
 
-def _call(name: str, *arguments: Tensor | int | float) -> None:
+def _call_library(name: str, *arguments: Tensor | int | float) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    status = getattr(functions(), name)(*plain)
+    status = getattr(load_library(), name)(*plain)
     if status == NO_MEMORY:
         raise MemoryError(f"{name} found no memory")
     if status == OUT_OF_RANGE:

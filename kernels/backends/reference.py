@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from meshrl.kernels.backends.layout import BLOCK, unpacked
+from meshrl.kernels.backends.cache_layout import BLOCK_TOKENS, unpack_cache
 
 
 def bucket_pack(rows: Tensor, index: Tensor) -> Tensor:
@@ -38,17 +38,17 @@ def paged_decode(
     n, heads, width = queries.shape
     kv_heads = keys.shape[1]
     if table.device.type == "cpu" and n:  # a CUDA graph may hold no number that is read here
-        table = table[:, : max(1, -(-int(lengths.max()) // BLOCK))]
-    token = torch.arange(table.shape[1] * BLOCK, device=table.device)
+        table = table[:, : max(1, -(-int(lengths.max()) // BLOCK_TOKENS))]
+    token = torch.arange(table.shape[1] * BLOCK_TOKENS, device=table.device)
     here = token < lengths[:, None]
-    used = here[:, ::BLOCK]
+    used = here[:, ::BLOCK_TOKENS]
     if window:
         here = here & (token >= lengths[:, None] - window)
     blocks = torch.where(used, table, 0).long()
     # [n, blocks, kv_heads, 16, width] -> [n, kv_heads, tokens, width]
     k, v = (
         part.transpose(1, 2).reshape(n, kv_heads, -1, width).float()
-        for part in unpacked(keys[blocks], values[blocks])
+        for part in unpack_cache(keys[blocks], values[blocks])
     )
     here = here[:, None, :, None]
     # What nobody wrote may be no number, and 0 times that is none either.
@@ -70,8 +70,8 @@ def paged_write(
     """Puts token i at positions[i] of its sequence, but where that is negative."""
     live = positions >= 0
     position, k, v = positions[live], new_keys[live], new_values[live]
-    block = table[live].gather(1, position[:, None] // BLOCK)[:, 0].long()
-    at = position % BLOCK
+    block = table[live].gather(1, position[:, None] // BLOCK_TOKENS)[:, 0].long()
+    at = position % BLOCK_TOKENS
     if keys.dtype == torch.bfloat16:
         keys[block, :, :, at] = k.view(*k.shape[:-1], -1, 2)
         values[block, :, at // 2, :, at % 2] = v
@@ -81,14 +81,14 @@ def paged_write(
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Causal softmax(scale q K^T) V within each sequence, in float32; zeros behind the last. A
     token sees the last `window` up to itself; 0: all.
     """
     out = queries.new_zeros(queries.shape)
     shared = queries.shape[1] // keys.shape[1]
-    for first, end in pairwise(starts.tolist()):
+    for first, end in pairwise(cu_seqlens.tolist()):
         q = queries[first:end].transpose(0, 1).float()  # [heads, tokens, width]
         k = keys[first:end].transpose(0, 1).repeat_interleave(shared, 0).float()
         v = values[first:end].transpose(0, 1).repeat_interleave(shared, 0).float()

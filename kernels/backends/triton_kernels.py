@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2_E = 1.4426950408889634
-LOGITS_AT_ONCE = 4096  # a row's running maximum is taken so often
+LOGITS_PER_STEP = 4096  # a row's running maximum is taken so often
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def logprob_kernel(logits, tokens, temperature, out, vocab, AT_ONCE: tl.constexp
     tl.store(out + row, tl.where(token < 0, 0.0, logprob))
 
 
-def tile(width: int, dtype: torch.dtype) -> dict[str, int]:
+def choose_tile(width: int, dtype: torch.dtype) -> dict[str, int]:
     """Rows and columns of a tile, and warps: float32 multiplies without tensor cores."""
     if dtype == torch.float32 or width > 128:
         return {"ROWS": 32, "COLUMNS": 32, "num_warps": 4, "num_stages": 2}
@@ -119,21 +119,21 @@ def tile(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> Tensor:
     """Computes reference.varlen_prefill for contiguous tensors; starts are not checked."""
     tokens, heads, width = queries.shape
     out = queries.new_empty(queries.shape)
     if out.numel() == 0:
         return out
-    shape = tile(width, queries.dtype)
-    sequences = starts.shape[0] - 1
+    shape = choose_tile(width, queries.dtype)
+    sequences = cu_seqlens.shape[0] - 1
     interpreted = not isinstance(prefill_kernel, triton.JITFunction)
     prefill_kernel[triton.cdiv(tokens, shape["ROWS"]), heads](
         queries,
         keys,
         values,
-        starts,
+        cu_seqlens,
         out,
         sequences,
         sequences.bit_length(),
@@ -156,6 +156,6 @@ def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> Tensor
     if out.numel() == 0:
         return out
     logprob_kernel[(logits.shape[0],)](
-        logits, tokens, temperature, out, logits.shape[1], AT_ONCE=LOGITS_AT_ONCE, num_warps=8
+        logits, tokens, temperature, out, logits.shape[1], AT_ONCE=LOGITS_PER_STEP, num_warps=8
     )
     return out

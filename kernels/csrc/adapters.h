@@ -9,7 +9,7 @@
 
 namespace meshrl {
 
-// The matrices that adapters change; as common/generation/batch/adapters.py orders them.
+// The matrices that adapters change; as common/generation/batch/adapter_deltas.py orders them.
 enum Target { kToQkv, kToOutput, kToGateUp, kToDown, kTargets };
 
 // W acts as W + b a: a [ranks, inputs], b [outputs, ranks]. Without ranks there is no change.

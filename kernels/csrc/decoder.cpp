@@ -19,7 +19,7 @@
 
 namespace meshrl {
 
-constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // as common/generation/contract.py
+constexpr int8_t kRunning = 0, kStop = 1, kLength = 2;  // as common/generation/engine_contract.py
 
 extern "C" {
 
@@ -55,7 +55,7 @@ struct Slots {
 
 }  // extern "C"
 
-// Which tensor `set` is given; as common/generation/steps/native.py names them.
+// Which tensor `set` is given; as common/generation/backends/native.py names them.
 enum Part {
   kEmbedding,
   kUnembedding,

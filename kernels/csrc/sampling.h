@@ -9,7 +9,7 @@
 
 namespace meshrl {
 
-// SplitMix64 (Steele, Lea, Flood 2014), as in common/generation/counter.py: the position-th
+// SplitMix64 (Steele, Lea, Flood 2014), as in common/generation/counter_rng.py: the position-th
 // output of a key's stream, as a number in (0, 1).
 inline double uniform(uint64_t key, int64_t position) {
   uint64_t z = key + (static_cast<uint64_t>(position) + 1) * 0x9E3779B97F4A7C15u;

@@ -14,8 +14,8 @@ are for inference: none has a gradient. On a GPU launches depend on shapes alone
 graph may hold them, and an index out of range is a device-side assertion instead of an IndexError.
 """
 
-from meshrl.kernels.backends.layout import BLOCK, cache_shapes
-from meshrl.kernels.ops.dispatch import can_be_captured
+from meshrl.kernels.backends.cache_layout import BLOCK_TOKENS, get_cache_shapes
+from meshrl.kernels.ops.dispatch import can_capture_cuda_graph
 from meshrl.kernels.ops.operators import (
     bucket_pack,
     bucket_scatter,
@@ -26,11 +26,11 @@ from meshrl.kernels.ops.operators import (
 )
 
 __all__ = [
-    "BLOCK",
+    "BLOCK_TOKENS",
     "bucket_pack",
     "bucket_scatter",
-    "cache_shapes",
-    "can_be_captured",
+    "can_capture_cuda_graph",
+    "get_cache_shapes",
     "paged_decode",
     "paged_write",
     "token_logprob",

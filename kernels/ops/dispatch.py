@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from meshrl.kernels.backends import native, reference
-from meshrl.kernels.backends.declined import Declined
+from meshrl.kernels.backends.kernel_unsupported import KernelUnsupported
 
 
-def operator(
-    fake: Callable[..., Tensor] | None = None, mutates: Iterable[str] = ()
+def register_operator(
+    make_fake_output: Callable[..., Tensor] | None = None, mutated_arguments: Iterable[str] = ()
 ) -> Callable[[Callable[..., None]], CustomOpDef]:
     """Make an operator of a function that checks arguments, ValueError if they do not fit.
 
@@ -34,9 +34,9 @@ def operator(
                 check(*arguments)
                 try:
                     return getattr(backend(), name)(*arguments)
-                except Declined as declined:
+                except KernelUnsupported as declined:
                     if declined.reason:
-                        notice(device, declined.reason)
+                        log_fallback_once(device, declined.reason)
                     return plain(*arguments)
 
             return run
@@ -48,33 +48,33 @@ def operator(
 
         def described(*arguments: Any) -> Any:
             check(*arguments)
-            return fake(*arguments) if fake is not None else None
+            return make_fake_output(*arguments) if make_fake_output is not None else None
 
-        result = Tensor if fake is not None else None
+        result = Tensor if make_fake_output is not None else None
         signature = inspect.signature(check).replace(return_annotation=result)
         anywhere.__signature__ = signature  # type: ignore[attr-defined]
-        made = torch.library.custom_op(f"meshrl::{name}", anywhere, mutates_args=mutates)
+        made = torch.library.custom_op(f"meshrl::{name}", anywhere, mutates_args=mutated_arguments)
         made.register_fake(described)
         made.register_kernel("cpu", on(lambda: native, "cpu"))
-        made.register_kernel("cuda", on(_cuda, "cuda"))
+        made.register_kernel("cuda", on(_import_cuda_backend, "cuda"))
         return made
 
     return decorate
 
 
-def can_be_captured() -> bool:
+def can_capture_cuda_graph() -> bool:
     """Whether a CUDA graph may hold a decode step: the plain references wait for the GPU."""
-    return not isinstance(_cuda().built(), str)
+    return not isinstance(_import_cuda_backend().build_library(), str)
 
 
-def _cuda() -> ModuleType:
+def _import_cuda_backend() -> ModuleType:
     from meshrl.kernels.backends import cuda
 
     return cuda
 
 
 @cache
-def notice(device: str, reason: str) -> None:
+def log_fallback_once(device: str, reason: str) -> None:
     """Logs one line for each device and reason of this process."""
     structlog.get_logger().warning(
         "operators run as plain PyTorch, several times slower", device=device, reason=reason

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrl.kernels.absent import Ranges, hide
+from meshrl.kernels.absent_ids import IdRanges, mask_absent_logits
 
 # Logits that exist at once: those of a CPU fit its cache, those of a GPU keep it busy.
-AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 27}
-NARROWEST = 512  # smallest chunk of the vocabulary: products of fewer rows are slow
+MAX_LOGITS_PER_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 27}
+MIN_CHUNK_IDS = 512  # smallest chunk of the vocabulary: products of fewer rows are slow
 
 
 def linear_logprob(
@@ -26,8 +26,8 @@ def linear_logprob(
     weight: Tensor,
     targets: Tensor,
     temperature: float = 1.0,
-    at_once: int = 0,
-    absent: Ranges = (),
+    max_logits: int = 0,
+    absent_ids: IdRanges = (),
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden weight^T / temperature) at each target, and the entropies -> [t], [t].
 
@@ -36,24 +36,26 @@ def linear_logprob(
     time, 0: as many as suit the device. Ids in `absent` have no probability; their rows of `weight`
     get no gradient. IndexError on a CPU if a target is out of range.
     """
-    at_once = at_once or AT_ONCE.get(hidden.device.type, AT_ONCE["cuda"])
+    max_logits = max_logits or MAX_LOGITS_PER_CHUNK.get(
+        hidden.device.type, MAX_LOGITS_PER_CHUNK["cuda"]
+    )
     if targets.device.type == "cpu" and len(targets):
         least, most = int(targets.min()), int(targets.max())
         if least < 0 or most >= weight.shape[0]:
             raise IndexError(f"a target is out of range of {weight.shape[0]} tokens")
-    chunk = max(NARROWEST, at_once // max(1, len(targets)))
+    chunk = max(MIN_CHUNK_IDS, max_logits // max(1, len(targets)))
     if weight.shape[0] <= chunk:
-        logprobs, entropy = _Whole.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, temperature, absent
+        logprobs, entropy = _FullVocabularyLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, temperature, absent_ids
         )
     else:
-        logprobs, entropy = _Chunked.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, targets, temperature, chunk, absent
+        logprobs, entropy = _ChunkedLogprob.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, targets, temperature, chunk, absent_ids
         )
     return logprobs, entropy
 
 
-class _Whole(torch.autograd.Function):
+class _FullVocabularyLogprob(torch.autograd.Function):
     """A small vocabulary: all logits at once, and the distribution is kept."""
 
     @staticmethod
@@ -63,9 +65,11 @@ class _Whole(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         temperature: float,
-        absent: Ranges,
+        absent: IdRanges,
     ) -> tuple[Tensor, Tensor]:
-        logits = hide(_product(hidden, weight.t()).div_(temperature), absent)
+        logits = mask_absent_logits(
+            _multiply_in_float32(hidden, weight.t()).div_(temperature), absent
+        )
         normal = logits.log_softmax(-1)
         logprobs = normal.gather(1, targets.unsqueeze(1)).squeeze(1)
         likely = normal.exp()
@@ -87,7 +91,7 @@ class _Whole(torch.autograd.Function):
         return of_hidden, of_weight, None, None, None
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLogprob(torch.autograd.Function):
     """A large vocabulary: of each row the log of the softmax's sum is kept."""
 
     @staticmethod
@@ -98,16 +102,18 @@ class _Chunked(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk: int,
-        absent: Ranges,
+        absent: IdRanges,
     ) -> tuple[Tensor, Tensor]:
         kind = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # Finite, since the first chunks may have absent ids only.
         lowest = torch.finfo(kind).min
         peak = torch.full(targets.shape, lowest, dtype=kind, device=hidden.device)
         total, weighted, chosen = (torch.zeros_like(peak) for _ in range(3))
-        for first, part in _chunks(weight, chunk):
-            logits = hide(_product(hidden, part.t()).div_(temperature), absent, first)
-            here, at = _inside(targets, first, len(part))
+        for first, part in _split_vocabulary(weight, chunk):
+            logits = mask_absent_logits(
+                _multiply_in_float32(hidden, part.t()).div_(temperature), absent, first
+            )
+            here, at = _locate_targets(targets, first, len(part))
             chosen += torch.where(here, logits.gather(1, at).squeeze(1), 0)
             now = torch.maximum(peak, logits.amax(1))
             shrink = (peak - now).exp_()
@@ -133,32 +139,34 @@ class _Chunked(torch.autograd.Function):
         arriving = slopes[0].unsqueeze(1) / ctx.temperature
         of_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype)
         of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        for first, part in _chunks(weight, ctx.chunk):
-            logits = hide(_product(hidden, part.t()).div_(ctx.temperature), ctx.absent, first)
+        for first, part in _split_vocabulary(weight, ctx.chunk):
+            logits = mask_absent_logits(
+                _multiply_in_float32(hidden, part.t()).div_(ctx.temperature), ctx.absent, first
+            )
             rising = logits.sub_(log_sum.unsqueeze(1)).exp_().mul_(-arriving)
-            here, at = _inside(targets, first, len(part))
+            here, at = _locate_targets(targets, first, len(part))
             rising.scatter_add_(1, at, arriving * here.unsqueeze(1))
             rising = rising.to(hidden.dtype)
             if rising.dtype == of_hidden.dtype:
                 of_hidden.addmm_(rising, part)
             else:
-                of_hidden += _product(rising, part)
+                of_hidden += _multiply_in_float32(rising, part)
             if of_weight is not None:
                 torch.mm(rising.t(), hidden, out=of_weight[first : first + len(part)])
         return of_hidden.to(hidden.dtype), of_weight, None, None, None, None
 
 
-def _chunks(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
+def _split_vocabulary(weight: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
     return [(first, weight[first : first + chunk]) for first in range(0, len(weight), chunk)]
 
 
-def _inside(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+def _locate_targets(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Which targets lie in a chunk, and an index [t, 1] into it that is valid for all."""
     at = targets - first
     return (at >= 0) & (at < count), at.clamp(0, count - 1).unsqueeze(1)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
     """a b, summed and kept in float32, of narrower factors too."""
     if a.dtype in (torch.float32, torch.float64):
         return a @ b

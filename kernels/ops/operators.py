@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from meshrl.kernels.backends.layout import check_cache
-from meshrl.kernels.ops.dispatch import operator
+from meshrl.kernels.backends.cache_layout import check_cache
+from meshrl.kernels.ops.dispatch import register_operator
 
 
-@operator(lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))
+@register_operator(lambda rows, index: rows.new_empty(index.shape[0], *rows.shape[1:]))
 def bucket_pack(rows: Tensor, index: Tensor) -> None:
     """Gathers rows [n, ...] by index [b] int64 into [b, ...]; a lane whose index is -1 is zeros.
 
@@ -17,7 +17,7 @@ def bucket_pack(rows: Tensor, index: Tensor) -> None:
         raise ValueError(f"rows {list(rows.shape)}, index {list(index.shape)} of {index.dtype}")
 
 
-@operator(mutates=["rows"])
+@register_operator(mutated_arguments=["rows"])
 def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
     """Writes lanes packed [b, ...] back in place: rows[index[i]] = packed[i]; -1 is skipped.
 
@@ -33,7 +33,7 @@ def bucket_scatter(packed: Tensor, index: Tensor, rows: Tensor) -> None:
         )
 
 
-@operator(lambda queries, *_: queries.new_empty(queries.shape))
+@register_operator(lambda queries, *_: queries.new_empty(queries.shape))
 def paged_decode(
     queries: Tensor,
     keys: Tensor,
@@ -61,7 +61,7 @@ def paged_decode(
         raise ValueError(f"queries of {queries.dtype}, keys of {keys.dtype}")
 
 
-@operator(mutates=["keys", "values"])
+@register_operator(mutated_arguments=["keys", "values"])
 def paged_write(
     keys: Tensor,
     values: Tensor,
@@ -84,9 +84,9 @@ def paged_write(
         raise ValueError(f"{new_keys.dtype}, {new_values.dtype} for a cache of {keys.dtype}")
 
 
-@operator(lambda queries, *_: queries.new_empty(queries.shape))
+@register_operator(lambda queries, *_: queries.new_empty(queries.shape))
 def varlen_prefill(
-    queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, scale: float, window: int = 0
+    queries: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, scale: float, window: int = 0
 ) -> None:
     """Attention of queries [t, heads, width] to keys, values [t, kv_heads, width] -> like queries.
 
@@ -104,11 +104,11 @@ def varlen_prefill(
         raise ValueError(f"queries, keys and values of shapes {shapes}")
     if not queries.dtype == keys.dtype == values.dtype in (torch.float32, torch.bfloat16):
         raise ValueError(f"queries, keys, values of {queries.dtype}, {keys.dtype}, {values.dtype}")
-    if starts.dim() != 1 or starts.shape[0] < 1 or starts.dtype != torch.int32:
-        raise ValueError(f"starts {list(starts.shape)} of {starts.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or cu_seqlens.dtype != torch.int32:
+        raise ValueError(f"starts {list(cu_seqlens.shape)} of {cu_seqlens.dtype}")
 
 
-@operator(lambda logits, tokens, temperature: torch.empty_like(temperature))
+@register_operator(lambda logits, tokens, temperature: torch.empty_like(temperature))
 def token_logprob(logits: Tensor, tokens: Tensor, temperature: Tensor) -> None:
     """log softmax(logits / temperature)[token] of each row -> [n] float32.
 

@@ -15,42 +15,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshrl.kernels.build import library
-from meshrl.kernels.ops.dispatch import notice
+from meshrl.kernels.library_build import build_library
+from meshrl.kernels.ops.dispatch import log_fallback_once
 
-POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SWIGLU = [SIZE, SIZE, POINTER]  # rows, size, result
+C_POINTER, C_INT64, C_FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SWIGLU_SIGNATURE = [C_INT64, C_INT64, C_POINTER]  # rows, size, result
 # cosines, sines, their stride, norms' weights, tokens, heads, kv_heads, width
-_HEADS = [POINTER, POINTER, SIZE, POINTER, POINTER, *[SIZE] * 4]
+_HEADS_SIGNATURE = [C_POINTER, C_POINTER, C_INT64, C_POINTER, C_POINTER, *[C_INT64] * 4]
 SIGNATURES: dict[str, list[Any]] = {
-    "pointwise_swiglu": [POINTER, *_SWIGLU],
-    "pointwise_swiglu_backward": [POINTER, POINTER, *_SWIGLU],
-    "pointwise_norm": [POINTER, POINTER, SIZE, SIZE, FLOAT, POINTER, POINTER],
-    "pointwise_norm_backward": [*[POINTER] * 4, SIZE, SIZE, *[POINTER] * 3],
-    "pointwise_heads": [POINTER, *_HEADS, FLOAT, *[POINTER] * 4],
-    "pointwise_heads_backward": [POINTER, *_HEADS, *[POINTER] * 8],
+    "pointwise_swiglu": [C_POINTER, *_SWIGLU_SIGNATURE],
+    "pointwise_swiglu_backward": [C_POINTER, C_POINTER, *_SWIGLU_SIGNATURE],
+    "pointwise_norm": [C_POINTER, C_POINTER, C_INT64, C_INT64, C_FLOAT, C_POINTER, C_POINTER],
+    "pointwise_norm_backward": [*[C_POINTER] * 4, C_INT64, C_INT64, *[C_POINTER] * 3],
+    "pointwise_heads": [C_POINTER, *_HEADS_SIGNATURE, C_FLOAT, *[C_POINTER] * 4],
+    "pointwise_heads_backward": [C_POINTER, *_HEADS_SIGNATURE, *[C_POINTER] * 8],
 }
-Norms = tuple[Tensor, Tensor] | None
+NormWeights = tuple[Tensor, Tensor] | None
 
 
-class Pointwise(Protocol):
+class PointwiseOps(Protocol):
     """The protocol of a decoder's pointwise operations. Shapes [..] are any, the same in all
     tensors of a call.
     """
 
-    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
 
-    def heads(
+    def split_norm_rotate_heads(
         self,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        counts: tuple[int, int],
-        norms: Norms,
+        head_counts: tuple[int, int],
+        norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [.., heads, width], keys and values [.., kv_heads, width] of projections
@@ -61,52 +61,52 @@ class Pointwise(Protocol):
         """
 
 
-class Fused:
+class FusedPointwise:
     """Computes what `plain` does, to float32's rounding; asks it for tensors of another type or
     device, and for all of them where there is no compiler.
     """
 
-    def __init__(self, plain: Pointwise) -> None:
-        self._plain = plain
+    def __init__(self, plain: PointwiseOps) -> None:
+        self._fallback = plain
 
-    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""
-        if not _takes(x, weight):
-            return self._plain.normed(x, weight, eps)
-        out: Tensor = _Norm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        if not _can_fuse(x, weight):
+            return self._fallback.rms_norm(x, weight, eps)
+        out: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
         return out
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [.., n] of [.., 2 n], the gate first."""
-        if not _takes(gate_up):
-            return self._plain.swiglu(gate_up)
+        if not _can_fuse(gate_up):
+            return self._fallback.swiglu(gate_up)
         out: Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
         return out
 
-    def heads(
+    def split_norm_rotate_heads(
         self,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        counts: tuple[int, int],
-        norms: Norms,
+        head_counts: tuple[int, int],
+        norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Pointwise.heads`."""
+        """See `PointwiseOps.split_norm_rotate_heads`."""
         fits = cos.shape == sin.shape == (*qkv.shape[:-1], 1, cos.shape[-1])
-        if not fits or not _takes(qkv, cos, sin, *(norms or ())):
-            return self._plain.heads(qkv, cos, sin, counts, norms, eps)
+        if not fits or not _can_fuse(qkv, cos, sin, *(norms or ())):
+            return self._fallback.split_norm_rotate_heads(qkv, cos, sin, head_counts, norms, eps)
         weights = norms or (None, None)
-        q, k, v = _Heads.apply(qkv, cos, sin, *weights, counts, eps)  # type: ignore[no-untyped-call]
+        q, k, v = _SplitNormRotateHeads.apply(qkv, cos, sin, *weights, head_counts, eps)  # type: ignore[no-untyped-call]
         return q, k, v
 
 
-class _Norm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         out, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
-        _call("pointwise_norm", x, weight, inverse.numel(), x.shape[-1], eps, out, inverse)
+        _call_library("pointwise_norm", x, weight, inverse.numel(), x.shape[-1], eps, out, inverse)
         ctx.save_for_backward(x, weight, inverse)
         return out
 
@@ -119,7 +119,7 @@ class _Norm(torch.autograd.Function):
             for tensor, wanted in zip((x, weight), ctx.needs_input_grad, strict=False)
         ]
         arguments = x, weight, inverse, slope.contiguous(), inverse.numel(), x.shape[-1]
-        _call("pointwise_norm_backward", *arguments, *made, torch.empty_like(weight))
+        _call_library("pointwise_norm_backward", *arguments, *made, torch.empty_like(weight))
         return *made, None
 
 
@@ -128,7 +128,7 @@ class _SwiGlu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        _call("pointwise_swiglu", gate_up, *_rows(out), out)
+        _call_library("pointwise_swiglu", gate_up, *_get_row_shape(out), out)
         ctx.save_for_backward(gate_up)
         return out
 
@@ -137,11 +137,13 @@ class _SwiGlu(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         made = torch.empty_like(gate_up)
-        _call("pointwise_swiglu_backward", gate_up, slope.contiguous(), *_rows(slope), made)
+        _call_library(
+            "pointwise_swiglu_backward", gate_up, slope.contiguous(), *_get_row_shape(slope), made
+        )
         return made
 
 
-class _Heads(torch.autograd.Function):
+class _SplitNormRotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -153,7 +155,7 @@ class _Heads(torch.autograd.Function):
         counts: tuple[int, int],
         eps: float,
     ) -> tuple[Tensor, ...]:
-        qkv, cos, sin = qkv.contiguous(), _table(cos), _table(sin)
+        qkv, cos, sin = qkv.contiguous(), _flatten_angles(cos), _flatten_angles(sin)
         if cos.stride(0) != sin.stride(0):
             cos, sin = cos.contiguous(), sin.contiguous()
         before, width = qkv.shape[:-1], cos.shape[-1]
@@ -163,7 +165,7 @@ class _Heads(torch.autograd.Function):
         normed = query_norm is not None
         inverse = qkv.new_empty(*before, heads + kv_heads) if normed else None
         arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *shape
-        _call("pointwise_heads", qkv, *arguments, eps, *made, inverse)
+        _call_library("pointwise_heads", qkv, *arguments, eps, *made, inverse)
         kept = qkv if normed else None  # rotations have no use for it
         ctx.save_for_backward(kept, cos, sin, query_norm, key_norm, inverse)
         ctx.shape = shape
@@ -182,43 +184,43 @@ class _Heads(torch.autograd.Function):
         ]
         arguments = cos, sin, cos.stride(0), query_norm, key_norm, len(cos), *ctx.shape
         room = made.new_empty(2, width)
-        _call(
+        _call_library(
             "pointwise_heads_backward",
             *(qkv, *arguments, inverse, *arriving, made, *norm_slopes, room),
         )
         return made, None, None, *norm_slopes, None, None
 
 
-def _rows(tensor: Tensor) -> tuple[int, int]:
+def _get_row_shape(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[:-1].numel(), tensor.shape[-1]
 
 
-def _table(angles: Tensor) -> Tensor:
+def _flatten_angles(angles: Tensor) -> Tensor:
     """[n, width] of [.., 1, width], numbers beside each other."""
     rows = angles.reshape(-1, angles.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _takes(*tensors: Tensor) -> bool:
+def _can_fuse(*tensors: Tensor) -> bool:
     """Whether all are plain float32 tensors of the host's memory, and there is a library."""
     for tensor in tensors:
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             return False
         if type(tensor) not in (Tensor, torch.nn.Parameter):  # a DTensor's memory is not its own
             return False
-    return _functions() is not None
+    return _load_library() is not None
 
 
 @cache
-def _functions() -> ctypes.CDLL | None:
+def _load_library() -> ctypes.CDLL | None:
     """The library, built on first use; None, which is noted, if it cannot be."""
-    built = library("pointwise")
+    built = build_library("pointwise")
     if built.path is None:
-        notice("cpu", built.reason)
+        log_fallback_once("cpu", built.reason)
         return None
-    return built.bound(SIGNATURES, None)
+    return built.load_with_signatures(SIGNATURES, None)
 
 
-def _call(name: str, *arguments: Tensor | float | None) -> None:
+def _call_library(name: str, *arguments: Tensor | float | None) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    getattr(_functions(), name)(*plain)
+    getattr(_load_library(), name)(*plain)

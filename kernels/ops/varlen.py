@@ -24,22 +24,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from meshrl.kernels.backends.declined import Declined
-from meshrl.kernels.build import library
-from meshrl.kernels.ops.dispatch import notice
+from meshrl.kernels.backends.kernel_unsupported import KernelUnsupported
+from meshrl.kernels.library_build import build_library
+from meshrl.kernels.ops.dispatch import log_fallback_once
 
-POINTER, SIZE, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+C_POINTER, C_INT64, C_FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 # starts, sequences, tokens, heads, kv_heads, width, window, scale
-_SHAPE = [POINTER, *[SIZE] * 6, FLOAT]
+_SHAPE_SIGNATURE = [C_POINTER, *[C_INT64] * 6, C_FLOAT]
 SIGNATURES: dict[str, list[Any]] = {
-    "varlen_has_width": [SIZE],
-    "varlen_forward": [*[POINTER] * 3, *[SIZE] * 3, *_SHAPE, POINTER, POINTER],
-    "varlen_backward": [*[POINTER] * 3, *[SIZE] * 3, *_SHAPE, *[POINTER] * 3, SIZE, *[POINTER] * 3],
+    "varlen_has_width": [C_INT64],
+    "varlen_forward": [*[C_POINTER] * 3, *[C_INT64] * 3, *_SHAPE_SIGNATURE, C_POINTER, C_POINTER],
+    "varlen_backward": [
+        *[C_POINTER] * 3,
+        *[C_INT64] * 3,
+        *_SHAPE_SIGNATURE,
+        *[C_POINTER] * 3,
+        C_INT64,
+        *[C_POINTER] * 3,
+    ],
 }
 NO_MEMORY = 1  # as in csrc/varlen.cpp
-HALF = (torch.bfloat16, torch.float16)
-BUCKET_SHARE = 0.8  # shortest of a bucket / longest, at least: at most a fifth is padding
-FEWEST = 8  # sequences that are worth a bucket of their own
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MIN_LENGTH_RATIO = 0.8  # shortest of a bucket / longest, at least: at most a fifth is padding
+MIN_BUCKET_SEQUENCES = 8  # sequences that are worth a bucket of their own
 
 
 class VarlenAttention:
@@ -51,56 +58,71 @@ class VarlenAttention:
     or pass `places`.
     """
 
-    def __init__(self, starts: NDArray[np.int32], places: int, device: torch.device) -> None:
-        if len(starts) < 1 or starts[0] != 0 or (np.diff(starts) < 0).any() or starts[-1] > places:
-            raise ValueError(f"starts of sequences do not rise from 0 to at most {places}")
-        self.places, self.device = places, device
-        self.starts = np.ascontiguousarray(starts, np.int32)
+    def __init__(
+        self, cu_seqlens: NDArray[np.int32], num_positions: int, device: torch.device
+    ) -> None:
+        if (
+            len(cu_seqlens) < 1
+            or cu_seqlens[0] != 0
+            or (np.diff(cu_seqlens) < 0).any()
+            or cu_seqlens[-1] > num_positions
+        ):
+            raise ValueError(f"starts of sequences do not rise from 0 to at most {num_positions}")
+        self.num_positions, self.device = num_positions, device
+        self.cu_seqlens = np.ascontiguousarray(cu_seqlens, np.int32)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
         """Attention of queries [t, heads, width] -> like queries; `layer` is not used. A token sees
         the last `window` tokens, itself among them; 0: all before it.
         """
-        if q.device.type == "cuda" and q.dtype in HALF and (not window or _flash_slides(q.device)):
-            varlen, has_gqa = _flash_attention(window)
+        if (
+            q.device.type == "cuda"
+            and q.dtype in HALF_DTYPES
+            and (not window or _can_flash_slide(q.device))
+        ):
+            varlen, has_gqa = _get_flash_attention(window)
             if not has_gqa and q.shape[1] != k.shape[1]:
                 shared = q.shape[1] // k.shape[1]
                 k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-            starts, longest = self._borders
+            starts, longest = self._flash_sequences
             return varlen(q, k, v, starts, starts, longest, longest)
         if q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16):
             try:
-                if not _functions().varlen_has_width(q.shape[-1]):
-                    raise Declined
-            except Declined as declined:
+                if not _load_library().varlen_has_width(q.shape[-1]):
+                    raise KernelUnsupported
+            except KernelUnsupported as declined:
                 if declined.reason:
-                    notice("cpu", declined.reason)
+                    log_fallback_once("cpu", declined.reason)
             else:
-                out: Tensor = _Native.apply(  # type: ignore[no-untyped-call]
-                    q.float(), k.float(), v.float(), self.starts, window
+                out: Tensor = _NativeVarlenAttention.apply(  # type: ignore[no-untyped-call]
+                    q.float(), k.float(), v.float(), self.cu_seqlens, window
                 )
                 return out.to(q.dtype)
-        return self._bucketed(q, k, v, window)
+        return self._attend_in_buckets(q, k, v, window)
 
     @cached_property
-    def _borders(self) -> tuple[Tensor, int]:
+    def _flash_sequences(self) -> tuple[Tensor, int]:
         """Starts and the longest length for a GPU, where padding is a sequence like another: what
         no kernel writes may be no number, which even a gradient of zero multiplies to none.
         """
-        whole = self.starts if self.starts[-1] == self.places else [*self.starts, self.places]
+        whole = (
+            self.cu_seqlens
+            if self.cu_seqlens[-1] == self.num_positions
+            else [*self.cu_seqlens, self.num_positions]
+        )
         starts = np.asarray(whole, np.int32)
         # Kernels and graphs are chosen by it: few different ones.
         longest = 1 << int(np.diff(starts).max(initial=1) - 1).bit_length()
         return torch.from_numpy(starts).to(self.device), longest
 
-    def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    def _attend_in_buckets(self, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         buckets, back = self._buckets
         rows = [
             scaled_dot_product_attention(
                 q[index].transpose(1, 2),
                 k[index].transpose(1, 2),
                 v[index].transpose(1, 2),
-                attn_mask=_within(index.shape[1], window, q.device) if window else None,
+                attn_mask=_build_window_mask(index.shape[1], window, q.device) if window else None,
                 is_causal=not window,
                 enable_gqa=q.shape[1] != k.shape[1],
             )
@@ -108,7 +130,9 @@ class VarlenAttention:
             .flatten(0, 1)
             for index in buckets
         ]
-        if self.starts[-1] < self.places or not rows:  # what the padding reads, behind all others
+        if (
+            self.cu_seqlens[-1] < self.num_positions or not rows
+        ):  # what the padding reads, behind all others
             rows.append(q.new_zeros(1, *q.shape[1:]))
         return torch.cat(rows).index_select(0, back)
 
@@ -120,45 +144,45 @@ class VarlenAttention:
         A sequence shorter than its bucket is followed by its own first place again: nobody sees
         what comes later, so neither results nor gradients depend on it.
         """
-        lengths = np.diff(self.starts)
+        lengths = np.diff(self.cu_seqlens)
         buckets, filled = [], 0
-        back = np.zeros(self.places, np.int64)
-        for members in bucketed(lengths):
-            longest, first = int(lengths[members].max()), self.starts[members][:, None]
+        back = np.zeros(self.num_positions, np.int64)
+        for members in group_by_length(lengths):
+            longest, first = int(lengths[members].max()), self.cu_seqlens[members][:, None]
             at = np.arange(longest)[None, :]
             real = at < lengths[members][:, None]
             index = np.where(real, first + at, first).astype(np.int64)
             back[index[real]] = filled + np.flatnonzero(real)
             filled += index.size
             buckets.append(torch.from_numpy(index).to(self.device))
-        back[self.starts[-1] :] = filled
+        back[self.cu_seqlens[-1] :] = filled
         return buckets, torch.from_numpy(back).to(self.device)
 
 
-def bucketed(lengths: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
+def group_by_length(lengths: NDArray[np.integer[Any]]) -> list[NDArray[np.int64]]:
     """Indices of sequences whose lengths are nearly equal, longest first; empty ones in none."""
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     buckets = []
     while len(order):
         ranked = lengths[order]
-        count = max(FEWEST, int((ranked >= BUCKET_SHARE * ranked[0]).sum()))
-        if len(order) - count < FEWEST:
+        count = max(MIN_BUCKET_SEQUENCES, int((ranked >= MIN_LENGTH_RATIO * ranked[0]).sum()))
+        if len(order) - count < MIN_BUCKET_SEQUENCES:
             count = len(order)
         buckets.append(order[:count])
         order = order[count:]
     return buckets
 
 
-class _Native(torch.autograd.Function):
+class _NativeVarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32], window: int
     ) -> Tensor:
-        q, k, v = (_rows(tensor) for tensor in (q, k, v))
+        q, k, v = (_make_rows_contiguous(tensor) for tensor in (q, k, v))
         out = q.new_empty(q.shape)
         log_sum = q.new_empty(q.shape[1], q.shape[0])
-        _call("varlen_forward", *_arguments(q, k, v, starts, window), out, log_sum)
+        _call_library("varlen_forward", *_build_arguments(q, k, v, starts, window), out, log_sum)
         ctx.save_for_backward(q, k, v, out, log_sum)
         ctx.starts, ctx.window = starts, window
         return out
@@ -166,20 +190,20 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, log_sum = ctx.saved_tensors
-        slope = _rows(slopes[0])
+        slope = _make_rows_contiguous(slopes[0])
         made = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-        arguments = _arguments(q, k, v, ctx.starts, ctx.window)
-        _call("varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *made)
+        arguments = _build_arguments(q, k, v, ctx.starts, ctx.window)
+        _call_library("varlen_backward", *arguments, out, log_sum, slope, slope.stride(0), *made)
         return *made, None, None
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def _make_rows_contiguous(tensor: Tensor) -> Tensor:
     """The tensor with each token's numbers side by side; tokens may lie further apart."""
     beside = tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2]
     return tensor if beside else tensor.contiguous()
 
 
-def _arguments(
+def _build_arguments(
     q: Tensor, k: Tensor, v: Tensor, starts: NDArray[np.int32], window: int
 ) -> tuple[Any, ...]:
     n, heads, width = q.shape
@@ -189,31 +213,31 @@ def _arguments(
 
 
 @cache
-def _functions() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """The library, built on first use; Declined if it cannot be."""
-    built = library("varlen")
+    built = build_library("varlen")
     if built.path is None:
-        raise Declined(built.reason)
-    return built.bound(SIGNATURES)
+        raise KernelUnsupported(built.reason)
+    return built.load_with_signatures(SIGNATURES)
 
 
-def _call(name: str, *arguments: Any) -> None:
+def _call_library(name: str, *arguments: Any) -> None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
-    status = getattr(_functions(), name)(*plain)
+    status = getattr(_load_library(), name)(*plain)
     if status == NO_MEMORY:
         raise MemoryError(f"{name} found no memory")
     if status:
         raise IndexError(f"{name} was given sequences that are out of range")
 
 
-def _within(length: int, window: int, device: torch.device) -> Tensor:
+def _build_window_mask(length: int, window: int, device: torch.device) -> Tensor:
     """bool [length, length]: the tokens that each one sees."""
     key = torch.arange(length, device=device)
     return (key <= key[:, None]) & (key > key[:, None] - window)
 
 
 @cache
-def _flash_slides(device: torch.device) -> bool:
+def _can_flash_slide(device: torch.device) -> bool:
     """Whether PyTorch's takes a window, and counts it as we do; tried once, on a few tokens, since
     its documentation leaves open whether a token itself is counted.
     """
@@ -224,14 +248,16 @@ def _flash_slides(device: torch.device) -> bool:
     tokens, window = 16, 5
     q, k, v = torch.randn(3, tokens, 1, 64, device=device, dtype=torch.bfloat16)
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
-    found = _flash_attention(window)[0](q, k, v, starts, starts, tokens, tokens)
+    found = _get_flash_attention(window)[0](q, k, v, starts, starts, tokens, tokens)
     scores = (q[:, 0].float() @ k[:, 0].float().T) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~_within(tokens, window, device), -torch.inf).softmax(-1)
+    weights = scores.masked_fill(~_build_window_mask(tokens, window, device), -torch.inf).softmax(
+        -1
+    )
     return torch.allclose(found[:, 0].float(), weights @ v[:, 0].float(), atol=0.05)
 
 
 @cache
-def _flash_attention(window: int) -> tuple[Callable[..., Tensor], bool]:
+def _get_flash_attention(window: int) -> tuple[Callable[..., Tensor], bool]:
     """PyTorch's, causal, and whether it takes fewer key-value heads than heads; by its version."""
     from torch.nn.attention.varlen import varlen_attn
 

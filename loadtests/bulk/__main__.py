@@ -41,16 +41,16 @@ from loadtests.measuring.processes import cpu_s, served
 from loadtests.measuring.rounds import ratio, rotated
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.transport.keys import ProcessKeys
-from meshrl.common.weights.bulk.channel import FRAME_BYTES, PIECE_BYTES
-from meshrl.common.weights.bulk.doors import KeyDoor
+from meshrl.common.weights.bulk.authenticators import KeyAuthenticator
+from meshrl.common.weights.bulk.channel import FRAME_BYTES, MAX_PIECE_BYTES
 from meshrl.common.weights.bulk.server import BulkServer
 from meshrl.common.weights.bulk.session import BulkSession
-from meshrl.common.weights.bulk.transfer import Transfer
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.chunks.partial import Partial
-from meshrl.common.weights.handshakes.handshake import SUITES, ClientHandshake
+from meshrl.common.weights.bulk.transfer import FileTransfer
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.chunks.partial_file import PartialFile
+from meshrl.common.weights.handshakes.handshake import SUITES_BY_MAGIC, ClientHandshake
 
-AES, CHACHA = SUITES
+AES, CHACHA = SUITES_BY_MAGIC
 WAYS = ("plain", "aes", "chacha", "tls")
 DEADLINE_S = 600.0
 HANDSHAKES = 20
@@ -70,16 +70,18 @@ def serve(directory: Path, digest: str) -> None:
     keys = ProcessKeys(whose, time.monotonic)
     places = {}
     for way, sealed in (("plain", False), ("aes", True)):
-        door = KeyDoor(keys, "weights", sealed)
-        server = BulkServer(ChunkStore(directory), SystemHost(), "tcp://127.0.0.1:*", door=door)
+        door = KeyAuthenticator(keys, "weights", sealed)
+        server = BulkServer(
+            ChunkStore(directory), SystemHost(), "tcp://127.0.0.1:*", authenticator=door
+        )
         places[way] = server.address.partition("#")[0]
     listener = socket.create_server(("127.0.0.1", 0))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_cert_chain(directory / CERTIFICATE)
     places["chacha"], places["tls"] = places["aes"], f"127.0.0.1:{listener.getsockname()[1]}"
-    print(json.dumps({"places": places, "key": keys.bulk_public.hex()}), flush=True)
-    path = ChunkStore(directory).path(digest)
+    print(json.dumps({"places": places, "key": keys.bulk_public_key.hex()}), flush=True)
+    path = ChunkStore(directory).chunk_path(digest)
     while True:
         accepted, _ = listener.accept()
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -129,7 +131,9 @@ class Asking:
 
     def __init__(self, places: dict[str, str], server: str, digest: str, directory: Path) -> None:
         self._places, self._server, self._digest = places, bytes.fromhex(server), digest
-        self._own = KeyDoor(ProcessKeys(whose, time.monotonic), "trainer", True)._keys.bulk
+        self._own = KeyAuthenticator(
+            ProcessKeys(whose, time.monotonic), "trainer", True
+        )._keys.bulk_private_key
         self._context = ssl.create_default_context(cafile=str(directory / CERTIFICATE))
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
 
@@ -142,11 +146,11 @@ class Asking:
     def get(self, way: str) -> None:
         if way != "tls":
             with self.session(way) as session:
-                session.get(self._digest, 0, 1 << 40, lambda piece: None)
+                session.fetch_range(self._digest, 0, 1 << 40, lambda piece: None)
             return
         with self._tls() as connected:
             connected.send(b"G")
-            room = memoryview(bytearray(PIECE_BYTES))
+            room = memoryview(bytearray(MAX_PIECE_BYTES))
             while connected.recv_into(room):
                 pass
 
@@ -209,18 +213,18 @@ def move(size: int, directory: Path) -> dict[str, float]:
         asking = Asking(places, key, "0" * 64, directory)
         digest = ""
         for name in ("put", "fetch"):
-            transfer = Transfer(lambda: asking.session("aes"))
+            transfer = FileTransfer(lambda: asking.session("aes"))
             before, began = cpu_s(os.getpid(), server), time.perf_counter()
             if name == "put":
                 digest = transfer.send(source)
             else:
                 with (
-                    Partial.of_file(directory / "target", digest) as arriving,
-                    arriving.writer() as writer,
+                    PartialFile.for_file(directory / "target", digest) as arriving,
+                    arriving.take_writer() as writer,
                 ):
                     transfer.fetch(writer)
-                    assert writer.position == size
-                    writer.finish()
+                    assert writer.received_bytes == size
+                    writer.verify_and_commit()
             lasted = time.perf_counter() - began
             found[f"{name}_mb_per_s"] = round(size / 1e6 / lasted)
             spent = cpu_s(os.getpid(), server) - before

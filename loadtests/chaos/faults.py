@@ -26,7 +26,7 @@ from loadtests.measuring.meshed import living, opened
 from loadtests.measuring.processes import beside, small_disk
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import jobs
-from meshrl.directory.places import read_if_whole
+from meshrl.directory.directory_paths import read_json_or_empty
 
 GAP_S = (2.0, 5.0)  # between the end of one fault and the next
 STOPPED_S = 8.0  # a stop lasts until the lease is gone, and at least a second more
@@ -40,7 +40,7 @@ UP_S = 120.0
 UNREGISTERED = {
     "redis-server": "redis",
     "valkey": "redis",
-    "module:meshrl.common.mesh.process.forking.nursery": "nursery",
+    "module:meshrl.common.mesh.process.forking.fork_server": "nursery",
 }
 WITHOUT_LEASE = ("environment", "nursery", "redis")
 WAITED_FOR = ("engine", "trainer", "rollout", "sandbox", "weights", "environment", "redis")
@@ -72,7 +72,7 @@ class Chaos:
                 await asyncio.sleep(0.5)
             await asyncio.sleep(self.random.uniform(*GAP_S))
             phase = await self._phase()
-            if phase in jobs.ENDED:
+            if phase in jobs.TERMINAL_PHASES:
                 continue
             fault = self.random.choice(self.kinds)
             entry = {"fault": fault, "phase": phase, "at": time.time()}
@@ -206,7 +206,7 @@ class Chaos:
     async def _phase(self) -> str:
         try:
             async with opened(self._url, connect_s=2.0) as state:
-                phases = [row.phase for row in await jobs.jobs(state)] or [jobs.Phase.QUEUED]
+                phases = [row.phase for row in await jobs.read_jobs(state)] or [jobs.Phase.QUEUED]
         except (MeshError, OSError, ValueError):
             return "unknown"
         return jobs.Phase.TRAINING if jobs.Phase.TRAINING in phases else phases[-1]
@@ -223,7 +223,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             status = await _followed(arguments, chaos, faults, log)
             if faults.done():
                 faults.result()  # what went wrong with the injection is no verdict on the mesh
-        summary = read_if_whole(out / "summary.json") | ({"phase": ""} if status else {})
+        summary = read_json_or_empty(out / "summary.json") | ({"phase": ""} if status else {})
         return verdict({out: summary}, chaos.report, arguments.count)
 
 

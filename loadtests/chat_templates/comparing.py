@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from meshrl.common.model.chat.chat import Chat, ChatBroken
+from meshrl.common.model.chat.chat_format import ChatFormat, ChatFormatError
 from meshrl.common.model.chat.messages import Message
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 
@@ -64,22 +64,22 @@ def compared(directory: Path, options: dict[str, Any] | None = None) -> dict[str
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory)
-    chat = Chat.load("template", options or {}, Tokenizer.load(directory))
+    chat = ChatFormat.load("template", options or {}, Tokenizer.load(directory))
     found = {}
     for name, (tools, prompt, rest) in CONVERSATIONS.items():
-        if tools and chat.tool_problem:
-            found[name] = f"refused: {chat.tool_problem}"
+        if tools and chat.tools_unsupported_reason:
+            found[name] = f"refused: {chat.tools_unsupported_reason}"
             continue
         try:
             outcomes = list(_held(chat, theirs, tools, prompt, rest, options or {}))
-        except ChatBroken as error:
+        except ChatFormatError as error:
             outcomes = [f"refused: {error.message[:120]}"]
         found[name] = max(outcomes, key=lambda outcome: OUTCOMES.index(outcome.partition(":")[0]))
     return found
 
 
 def _held(
-    chat: Chat,
+    chat: ChatFormat,
     theirs: Any,
     tools: list[Message],
     messages: list[Message],
@@ -94,19 +94,19 @@ def _held(
         ids: list[int] = encoded["input_ids"]
         return ids
 
-    conversation = chat.begin(messages, tools)
+    conversation = chat.start_conversation(messages, tools)
     yield "equal" if conversation.ids == whole(messages) else "unequal: the prompt"
     for turn, message in zip(rest[::2], rest[1::2], strict=True):
         before = list(conversation.ids)
         try:
-            ids = chat.answer(messages, turn, tools)
-        except ChatBroken:  # its prompt begins the turn otherwise, such as with reasoning
+            ids = chat.encode_answer(messages, turn, tools)
+        except ChatFormatError:  # its prompt begins the turn otherwise, such as with reasoning
             if turn is CALL:
                 raise
             thinks = chat.tokenizer.decode(before).rstrip().endswith("<think>")
             said = ("Easy.\n</think>\n\n" if thinks else "") + turn["content"]
             ids = chat.tokenizer.encode(said + chat.stop_tokens[0])
-        reply = conversation.sampled(ids)
+        reply = conversation.append_turn(ids)
         if turn is CALL:
             call = CALL["tool_calls"][0]["function"]
             if [(c.name, c.arguments, c.problem) for c in reply.calls] != [
@@ -115,7 +115,7 @@ def _held(
                 yield f"unread: the call was read as {reply}"
         elif reply.content != turn["content"]:
             yield f"unread: the turn was read as {reply}"
-        added = conversation.extend([message])
+        added = conversation.append_messages([message])
         if conversation.ids != before + ids + added:
             yield "unequal: earlier ids changed"
         messages = [*messages, turn, message]

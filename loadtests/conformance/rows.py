@@ -17,21 +17,21 @@ from typing import Any
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.services.sandbox.grading.code.grading import Grading
-from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
+from meshrl.services.sandbox.grading.code.pytest_tests import PytestJails
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, add_pytest
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.outcomes import CallResult
 
 RIGHT, WRONG = "right", ("wrong1", "wrong2")
 STYLES = ("humaneval", "mbpp", "apps", "livecodebench", "unit")
 DATA = Path(__file__).parent / "data"
 # Outputs that are too long for a line of data, by the row whose case has null there.
 LONG = {"many_lines": "".join(f"{i} {i * i}\n" for i in range(9000))}
-Answers = dict[tuple[str, str], Answer]  # by row and solution
+Answers = dict[tuple[str, str], CallResult]  # by row and solution
 
 
 async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
@@ -43,12 +43,12 @@ async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
     with tempfile.TemporaryDirectory(prefix="conformance-") as place:
         log = Path(place, "jails.log")
         launcher = JailLauncher(
-            SystemHost(), clock, "bwrap", Interpreter.own(), cgroups.find(), log
+            SystemHost(), clock, "bwrap", Interpreter.default(), cgroups.find_parents(), log
         )
         await launcher.start()
-        interpreter = with_pytest(Interpreter.own())
-        suites = Suites(
-            JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find(), log)
+        interpreter = add_pytest(Interpreter.default())
+        suites = PytestJails(
+            JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find_parents(), log)
         )
 
         async def one(row: Row, which: str) -> None:
@@ -56,8 +56,8 @@ async def graded(rows: Iterable[Row], jobs: int, runner: str) -> Answers:
             turn = {"role": "model", "text": text}
             options = {"runner": runner}
             async with turns:
-                grading = Grading(launcher, slots, JailLimits(), options, suites)
-                found[row.name, which] = await grading.reward({"tests": row.tests}, [turn])
+                grading = CodeGrader(launcher, slots, JailLimits(), options, suites)
+                found[row.name, which] = await grading.compute_reward({"tests": row.tests}, [turn])
 
         try:
             await asyncio.gather(*(one(row, which) for row in rows for which in row.solutions))

@@ -38,7 +38,7 @@ from loadtests.measuring.commands import Command
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.meshed import living
 from loadtests.mistakes.job import JOB, Place, toml
-from meshrl.directory.places import read_if_whole
+from meshrl.directory.directory_paths import read_json_or_empty
 
 AT_REST, RUNNING = "at rest", "running"
 STEPS = 24
@@ -164,7 +164,7 @@ class Slot:
             return []
         if LAUNCHER in kind.readers:
             return [command.program.pid]
-        url = read_if_whole(self.run / "mesh/settings.json").get("redis_url", "")
+        url = read_json_or_empty(self.run / "mesh/settings.json").get("redis_url", "")
         found = asyncio.run(living(url))
         pids = [e.pid for e in found if e.name in kind.readers or e.kind in kind.readers]
         if "redis" not in kind.readers:
@@ -179,7 +179,7 @@ class Slot:
     def _judge(
         self, trial: Trial, path: Path, lines: list[str], status: int | None, ended_s: float
     ) -> Verdict:
-        summary = read_if_whole(self.run / "summary.json")
+        summary = read_json_or_empty(self.run / "summary.json")
         words = (path.name.lower(), *TELLING)
         said = [line.strip() for line in lines if any(word in line.lower() for word in words)]
         figures = {key: summary.get(key) for key in ("lost", "trained_twice", "host_lost")}

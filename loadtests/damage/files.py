@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.transfer.bulk import GROUPS
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
 
 DIGEST = re.compile(rb"[0-9a-f]{64}")
 LAUNCHER = "launcher"  # reads what only a resume reads

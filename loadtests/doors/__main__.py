@@ -31,9 +31,9 @@ from loadtests.measuring.entry import options, report
 from loadtests.measuring.meshed import opened
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.process.entry.child import PRIVATE
+from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
 from meshrl.common.state import jobs
-from meshrl.directory.places import MeshPlace, read_if_whole
+from meshrl.directory.directory_paths import MeshPaths, read_json_or_empty
 
 UP_S = 240.0  # until the job trains
 TRY_S = 300.0
@@ -41,7 +41,7 @@ RUN_S = 400.0  # for the rest of the run
 SHOWN = 40  # answers that are told in full
 
 
-async def until_training(place: MeshPlace, run: asyncio.subprocess.Process) -> None:
+async def until_training(place: MeshPaths, run: asyncio.subprocess.Process) -> None:
     """Returns when the first step is done; SystemExit when the run ends before."""
     async with asyncio.timeout(UP_S):
         while True:
@@ -51,7 +51,7 @@ async def until_training(place: MeshPlace, run: asyncio.subprocess.Process) -> N
                 with contextlib.suppress(MeshError):  # Redis is not up yet
                     url = MeshSettings.from_file(place.settings).redis_url
                     async with opened(url, connect_s=2.0) as state:
-                        phases = [row.phase for row in await jobs.jobs(state)]
+                        phases = [row.phase for row in await jobs.read_jobs(state)]
                     if jobs.Phase.TRAINING in phases:
                         return
             await asyncio.sleep(0.5)
@@ -89,7 +89,7 @@ def open_folder(deep: bool) -> Path:
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     folder = open_folder(arguments.deep)
-    place = MeshPlace(folder / "run")
+    place = MeshPaths(folder / "run")
     words = ["run", str(arguments.job), "--set", f"out={place.root}"]
     for change in arguments.set or []:
         words += ["--set", change]
@@ -133,9 +133,9 @@ async def ended(run: asyncio.subprocess.Process) -> int:
 
 
 def verdict(
-    place: MeshPlace, plan: Plan, tried: list[Tried], spills: list[str], status: int
+    place: MeshPaths, plan: Plan, tried: list[Tried], spills: list[str], status: int
 ) -> dict[str, Any]:
-    summary = read_if_whole(place.root / "summary.json")
+    summary = read_json_or_empty(place.root / "summary.json")
     count = Counter(one.outcome for one in tried)
     books = {key: summary.get(key) for key in ("lost", "trained_twice")}
     right = status == 0 and summary.get("phase") == jobs.Phase.FINISHED
@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         sys.exit("loadtests.doors needs root: only root can act as another user")
-    os.umask(PRIVATE)
+    os.umask(PRIVATE_UMASK)
     answer = asyncio.run(run(arguments))
     report(answer)
     sys.exit(0 if answer["ok"] else 1)

@@ -19,8 +19,8 @@ import meshrl.common.api
 from loadtests.doors.plan import ANSWERED, REFUSED, Plan, Process, Tried
 from meshrl.common.api.calls.interface import Cast, Interface, Method
 from meshrl.common.base.encoding.messages import encode
-from meshrl.common.mesh.transport.address import endpoint_of, key_of
-from meshrl.common.mesh.transport.pump import LENGTH_BYTES
+from meshrl.common.mesh.transport.address import parse_endpoint, parse_key
+from meshrl.common.mesh.transport.socket_pump import LENGTH_BYTES
 from meshrl.common.mesh.wire.frames import CALL, CAST, pack_header
 
 WAIT_S = 4.0  # for all answers, after everything is sent
@@ -81,14 +81,14 @@ def call_all(plan: Plan) -> list[Tried]:
     asked: dict[zmq.Socket[bytes], tuple[Process, str, dict[int, str]]] = {}
     poller = zmq.Poller()
     for process in plan.processes:
-        key = key_of(process.address)
+        key = parse_key(process.address)
         for way in ways:
             if way is informed and not key:
                 continue
             socket = context.socket(zmq.DEALER)
             socket.linger = 0
             way(socket, key)
-            socket.connect(endpoint_of(process.address))
+            socket.connect(parse_endpoint(process.address))
             asked[socket] = process, way.__name__, _ask(socket, process)
             poller.register(socket, zmq.POLLIN)
     answers: dict[zmq.Socket[bytes], list[str]] = {socket: [] for socket in asked}

@@ -16,18 +16,18 @@ import psutil
 from loadtests.doors.plan import Plan, Port, Process
 from loadtests.measuring.meshed import living
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.directory.places import MeshPlace, running_launcher
-from meshrl.launch.leftovers import belonging_to
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
+from meshrl.launch.leftover_processes import find_leftovers
 
 SHARED = ("/dev/shm/", "/tmp/", "/var/tmp/")  # where everybody may make files
 CODE = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]))  # open, wherever it lies
 
 
-async def plan_of(place: MeshPlace, settings: MeshSettings) -> Plan:
+async def plan_of(place: MeshPaths, settings: MeshSettings) -> Plan:
     entries = await living(settings.redis_url)
-    launcher = psutil.Process(running_launcher(place))
+    launcher = psutil.Process(find_root_pid(place))
     below = {child.pid for child in launcher.children(recursive=True)}
-    pids = {launcher.pid, *below, *belonging_to(place.settings.resolve())} - {os.getpid()}
+    pids = {launcher.pid, *below, *find_leftovers(place.settings.resolve())} - {os.getpid()}
     plan = Plan(pids={pid: named(pid) for pid in sorted(pids)})
     served = {urlsplit(settings.redis_url).port or -1: ("redis", "the mesh")}
     for entry in entries:

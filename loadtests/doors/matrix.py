@@ -28,36 +28,41 @@ from loadtests.doors.plan import GREETED, REFUSED, Plan, Port, Process, Tried
 from loadtests.doors.planting import LARGEST_BYTES, Planting, plant
 from loadtests.doors.stranger import SAID, THREADS, at_port
 from loadtests.measuring.entry import options, report
-from meshrl.common.api.calls.callers import CALLERS, ROLES
+from meshrl.common.api.calls.call_permissions import CALL_PERMISSIONS, ROLES
 from meshrl.common.api.calls.interface import Interface
-from meshrl.common.api.calls.role import Resting
+from meshrl.common.api.calls.role import RoleControl
 from meshrl.common.api.engine import Engine
 from meshrl.common.api.node import Node, Worker
 from meshrl.common.api.ranks import Ranks
 from meshrl.common.api.sandbox import Sandbox
 from meshrl.common.api.scoring import Scoring
 from meshrl.common.api.trainer import Trainer
-from meshrl.common.api.weights import STORE, Weights
+from meshrl.common.api.weights import STORE_NAME, Weights
 from meshrl.common.base.errors import NotAllowed, StaleIncarnation
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.bundle import bundle_files
-from meshrl.common.mesh.access import identity
-from meshrl.common.mesh.access.owner import PERSON, person_settings
-from meshrl.common.mesh.transport.address import bulk_key_text, endpoint_of, key_of, key_text
+from meshrl.common.mesh.access import gateway_identity
+from meshrl.common.mesh.access.owner import PERSON_ROLE, make_person_settings
+from meshrl.common.mesh.transport.address import (
+    format_bulk_key,
+    format_key,
+    parse_endpoint,
+    parse_key,
+)
 from meshrl.common.mesh.transport.keys import KeyPair
-from meshrl.common.mesh.transport.pump import LENGTH_BYTES
+from meshrl.common.mesh.transport.socket_pump import LENGTH_BYTES
 from meshrl.common.mesh.wire.frames import unpack_error, unpack_header
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.hosts.doors import Row
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry
-from meshrl.directory.places import MeshPlace
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.hosts.credentials import Credential
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.directory.directory_paths import MeshPaths
 
 # What processes of a role answer; the others answer nothing.
 ANSWERS: Mapping[str, type[Interface]] = {
     "engine": Engine,
-    "hybrid": Resting,
+    "hybrid": RoleControl,
     "node": Node,
     "rank": Ranks,
     "sandbox": Sandbox,
@@ -78,30 +83,30 @@ class Matrix:
 
 
 async def role_matrix(
-    states: Mapping[str, State],
+    states: Mapping[str, StateClient],
     host: str,
     processes: Sequence[Process],
-    store: Entry | None = None,
+    store: RegistryEntry | None = None,
     files: Mapping[str, int] = MappingProxyType({}),
 ) -> Matrix:
     """Tries every (role, process, method). `states`: for each role, as whom a process of it on
     `host` asks Redis; the keys stand at the doors there meanwhile. `store`, `files`: see
     `planting.plant`.
     """
-    pairs = {role: KeyPair.new() for role in sorted(ROLES)}
+    pairs = {role: KeyPair.generate() for role in sorted(ROLES)}
     bulk = {role: X25519PrivateKey.generate() for role in pairs}
     rows = {
-        role: Row(
+        role: Credential(
             role,
             host,
-            key_text(pair.public),
+            format_key(pair.public),
             f"{role}/{ASIDE}",
-            bulk_key_text(bulk[role].public_key().public_bytes_raw()),
+            format_bulk_key(bulk[role].public_key().public_bytes_raw()),
         )
         for role, pair in pairs.items()
     }
     for role, row in rows.items():
-        await doors.enter(states[role], row)
+        await credentials.register_key(states[role], row)
     try:
         matrix = await asyncio.to_thread(_ask_all, pairs, processes)
         if store is not None:
@@ -109,7 +114,7 @@ async def role_matrix(
         return matrix
     finally:
         for role, row in rows.items():
-            await doors.leave(states[role], row)
+            await credentials.withdraw_key(states[role], row)
 
 
 def without_key(processes: Sequence[Process]) -> tuple[int, list[str]]:
@@ -134,9 +139,9 @@ def _ask_all(pairs: Mapping[str, KeyPair], processes: Sequence[Process]) -> Matr
             for role, pair in pairs.items():
                 socket = context.socket(zmq.DEALER)
                 socket.linger = 0
-                socket.curve_serverkey = key_of(process.address)
+                socket.curve_serverkey = parse_key(process.address)
                 socket.curve_publickey, socket.curve_secretkey = pair.public, pair.secret
-                socket.connect(endpoint_of(process.address))
+                socket.connect(parse_endpoint(process.address))
                 waiting[socket] = _ask(socket, role, process)
                 poller.register(socket, zmq.POLLIN)
                 matrix.tried += len(waiting[socket])
@@ -160,7 +165,7 @@ def _ask(socket: zmq.Socket[bytes], role: str, process: Process) -> dict[int, _A
     answered = ANSWERS.get(kind, Interface).methods
     for method in methods():
         found = answered.get(method.name)
-        allowed = found is not None and role in CALLERS[found.label]
+        allowed = found is not None and role in CALL_PERMISSIONS[found.label]
         expected = StaleIncarnation.code if allowed else NotAllowed.code
         # What is allowed would run with the right incarnation.
         for right in (False,) if allowed else (True,) if found is None else (True, False):
@@ -184,20 +189,24 @@ def _answer(frames: list[bytes]) -> tuple[int, str]:
 
 
 async def tried(root: Path) -> dict[str, Any]:
-    place = MeshPlace(root)
+    place = MeshPaths(root)
     settings = MeshSettings.from_file(place.settings)
     async with AsyncExitStack() as opened:
-        states: dict[str, State] = {}
+        states: dict[str, StateClient] = {}
         for role in sorted(ROLES):
-            person = role == PERSON
-            about = person_settings(settings, place.directory) if person else settings
-            states[role] = await State.open(about.redis_as(role))
+            person = role == PERSON_ROLE
+            about = make_person_settings(settings, place.directory) if person else settings
+            states[role] = await StateClient.open(about.make_redis_url(role))
             opened.push_async_callback(states[role].close)
-        entries = [entry for entry in await registry.entries(states[PERSON]) if entry.alive]
+        entries = [
+            entry for entry in await registry.list_entries(states[PERSON_ROLE]) if entry.alive
+        ]
         processes = [Process(e.name, e.address, e.incarnation) for e in entries]
-        [store] = [entry for entry in entries if entry.name == STORE]
-        rows = await jobs.jobs(states[PERSON])
-        listed = [file for row in rows for file in bundle_files.of(row.document).values()]
+        [store] = [entry for entry in entries if entry.name == STORE_NAME]
+        rows = await jobs.read_jobs(states[PERSON_ROLE])
+        listed = [
+            file for row in rows for file in bundle_files.read_file_list(row.document).values()
+        ]
         files = {digest: size for size, digest in listed if 0 < size <= LARGEST_BYTES}
         matrix = await role_matrix(states, settings.host, processes, store, files)
     asked, answered = await asyncio.to_thread(without_key, processes)
@@ -222,12 +231,12 @@ async def tried(root: Path) -> dict[str, Any]:
     }
 
 
-def _ports(entries: Sequence[Entry], place: MeshPlace) -> Iterator[Port]:
+def _ports(entries: Sequence[RegistryEntry], place: MeshPaths) -> Iterator[Port]:
     """Those of processes, of the gateway, and of the mesh's own Redis if it has one for hosts."""
     for entry in entries:
         yield from _port(entry.address, "calls", entry.name)
         yield from _port(entry.bulk, "bulk", entry.name)
-    if found := identity.known(place.directory):
+    if found := gateway_identity.find_identity(place.directory):
         yield from _port(found.address, "calls", "the gateway")
     written = place.directory / "redis.conf"
     if written.exists():
@@ -238,7 +247,7 @@ def _ports(entries: Sequence[Entry], place: MeshPlace) -> Iterator[Port]:
 
 
 def _port(address: str, serves: str, owner: str) -> Iterator[Port]:
-    host, _, port = endpoint_of(address).removeprefix("tcp://").rpartition(":")
+    host, _, port = parse_endpoint(address).removeprefix("tcp://").rpartition(":")
     if port.isdigit():
         yield Port(host.strip("[]"), int(port), serves, owner)
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from meshrl.common.api.transfer.bulk import PUBLISHED, SPACES
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.transfer.bulk_permissions import PUBLISHED, SPACES
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import MeshError, NotFound
-from meshrl.common.mesh.transport.address import bulk_key_of
-from meshrl.common.state.registry import Entry
+from meshrl.common.mesh.transport.address import parse_bulk_key
+from meshrl.common.state.registry import RegistryEntry
 from meshrl.common.weights.bulk.session import PUT, BulkSession
 from meshrl.common.weights.handshakes.handshake import ClientHandshake
 
@@ -32,7 +32,9 @@ class Planting:
     planted: list[str] = field(default_factory=list)
 
 
-def plant(keys: Mapping[str, X25519PrivateKey], store: Entry, files: Mapping[str, int]) -> Planting:
+def plant(
+    keys: Mapping[str, X25519PrivateKey], store: RegistryEntry, files: Mapping[str, int]
+) -> Planting:
     """Try it as each role with its key. `files`: bytes of each file of a job's code, by digest.
     What comes of it is read back by a role that may.
     """
@@ -41,9 +43,11 @@ def plant(keys: Mapping[str, X25519PrivateKey], store: Entry, files: Mapping[str
         for what, space, digest, content in _attempts(role, files):
             found.tried += 1
             with suppress(MeshError), _session(key, store) as session:
-                session.ask(PUT, digest, content, space=space)
+                session.request(PUT, digest, content, space=space)
             with suppress(NotFound), _session(keys[READER], store) as session:
-                if session.chunk(digest, PUBLISHED) == content:  # fetched as the job's would be
+                if (
+                    session.fetch_chunk(digest, PUBLISHED) == content
+                ):  # fetched as the job's would be
                     found.planted.append(f"{role}: {what} in space {space!r}")
     return found
 
@@ -54,10 +58,10 @@ def _attempts(role: str, files: Mapping[str, int]) -> Iterator[tuple[str, str, s
         for digest, size in files.items():
             yield f"other bytes as {digest[:8]}", space, digest, os.urandom(size)
     own = f"raise SystemExit('planted by {role}')".encode()
-    yield "bytes of its own among what is published", PUBLISHED, digest_of(own), own
+    yield "bytes of its own among what is published", PUBLISHED, compute_digest(own), own
 
 
-def _session(key: X25519PrivateKey, store: Entry) -> BulkSession:
+def _session(key: X25519PrivateKey, store: RegistryEntry) -> BulkSession:
     place = store.bulk.partition("#")[0]
-    proof = ClientHandshake(key, bulk_key_of(store.address), place, sealed=False)
+    proof = ClientHandshake(key, parse_bulk_key(store.address), place, sealed=False)
     return BulkSession(place, proof, DEADLINE_S, LARGEST_BYTES)

@@ -30,22 +30,22 @@ from typing import Any
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, ratio_span, run
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 WORKERS = 6
 MOST = 120  # tokens of a completion
 KILL_S = 20.0  # between two engines that are killed
-JOB = PacedWorkload(
+JOB = EmulatedWorkload(
     workers=WORKERS,
     groups_per_step=8,
     group_size=6,
-    median=Drift(26.0, 26.0),  # the mean grows from 27 to 45 by the tail alone
-    sigma=Drift(0.3, 1.3),
-    tool_s=Drift(0.0, 2.0),
-    alike=Drift(0.0, 0.85),
-    decode="32/8/20000",
-    training="150/100",
+    median_tokens=LinearDrift(26.0, 26.0),  # the mean grows from 27 to 45 by the tail alone
+    log_sigma=LinearDrift(0.3, 1.3),
+    tool_s=LinearDrift(0.0, 2.0),
+    equal_reward_share=LinearDrift(0.0, 0.85),
+    engine_speed="32/8/20000",
+    training_speed="150/100",
     bin_tokens=MOST + 2,
 )
 BEST, WORST = 1.05, 0.77  # our time over the best static split's, and over the worst one's
@@ -93,9 +93,9 @@ def good(found: Mapping[str, Any]) -> bool:
 
 
 async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict[str, Any]:
-    job = JOB.of_steps(steps)
-    arms = {f"static_{k}": job.held(k - 1) for k in splits}
-    arms["planner"] = job.beginning(start - 1)
+    job = JOB.with_steps(steps)
+    arms = {f"static_{k}": job.with_static_split(k - 1) for k in splits}
+    arms["planner"] = job.with_initial_split(start - 1)
     began = time.monotonic()
     found: dict[str, Arm] = {}
     for name in rotated([*arms], seed):
@@ -107,7 +107,9 @@ async def compared(steps: int, splits: list[int], start: int, seed: int) -> dict
 
 async def churned(steps: int, start: int, seed: int) -> dict[str, Any]:
     """Figures of the planner's arm while engines are killed."""
-    arm = await run("churn", JOB.of_steps(steps).beginning(start - 1), seed, MOST, KILL_S)
+    arm = await run(
+        "churn", JOB.with_steps(steps).with_initial_split(start - 1), seed, MOST, KILL_S
+    )
     tell(arm.row())
     told = moved(arm, WORKERS)
     return {

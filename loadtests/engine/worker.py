@@ -19,21 +19,21 @@ import numpy as np
 import torch
 
 from loadtests.measuring.entry import options
-from meshrl.common.generation.builtin.build import TorchEngine, build
-from meshrl.common.generation.contract import Request
-from meshrl.common.model.files.rows import load_model
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
+from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.model.files.initial_parameters import load_model
 
 SLOTS = 64
 STEPS = 8  # of a call, as an engine process flushes
 BUDGET_S = 0.02
 
 
-def start(model: Path, path: str, dtype: str, max_length: int) -> TorchEngine:
+def start(model: Path, path: str, dtype: str, max_length: int) -> BuiltinEngine:
     """The engine with the weights of a Hugging Face directory."""
     torch.set_num_threads(1)
     config, decoder = load_model(model)
-    engine = build(
-        config, SLOTS, max_length, path=path, dtype=dtype, steps=STEPS, budget_s=BUDGET_S
+    engine = build_engine(
+        config, SLOTS, max_length, backend=path, dtype=dtype, steps=STEPS, budget_s=BUDGET_S
     )
     engine.wake(decoder.state_dict(), 0)
     return engine
@@ -41,12 +41,12 @@ def start(model: Path, path: str, dtype: str, max_length: int) -> TorchEngine:
 
 def requests(
     prompts: list[list[int]], new_tokens: list[int], greedy: bool, first_id: int
-) -> list[Request]:
+) -> list[GenerationRequest]:
     return [
-        Request(
+        GenerationRequest(
             id=first_id + i,
             tokens=np.array(prompt, np.int32),
-            max_new=count,
+            max_new_tokens=count,
             temperature=0.0 if greedy else 1.0,
             stop_ids=(),
             seed=first_id + i,
@@ -57,7 +57,7 @@ def requests(
 
 
 class Worker:
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: BuiltinEngine) -> None:
         self.engine = engine
         self._next = 0
 
@@ -67,19 +67,19 @@ class Worker:
         engine = self.engine
         asked = requests(prompts, new_tokens, greedy, self._next)
         self._next += len(asked)
-        steps, compute_s, got = engine.steps, engine.compute_s, 0
+        steps, compute_s, got = engine.num_steps, engine.compute_s, 0
         wall, cpu = time.perf_counter(), time.process_time()
         engine.submit(asked)
-        drained = engine.steps
+        drained = engine.num_steps
         while engine.step():
-            if engine.ended or engine.steps - drained >= STEPS:
-                flush, drained = engine.drain(), engine.steps
+            if engine.has_finished or engine.num_steps - drained >= STEPS:
+                flush, drained = engine.drain_outputs(), engine.num_steps
                 got += len(flush.tokens) if flush is not None else 0
         answer = {
             "wall_s": time.perf_counter() - wall,
             "cpu_s": time.process_time() - cpu,
             "compute_s": engine.compute_s - compute_s,
-            "steps": engine.steps - steps,
+            "steps": engine.num_steps - steps,
             "tokens": got,
         }
         if got != sum(new_tokens):
@@ -95,7 +95,7 @@ def main() -> None:
     chosen = parser.parse_args()
     worker = Worker(start(chosen.model, chosen.path, chosen.dtype, chosen.max_length))
     worker.generate([[1] * 4] * SLOTS, [8] * SLOTS, False)
-    ready = {"ready": True, "peer": "meshrl", "path": worker.engine.path, "dtype": chosen.dtype}
+    ready = {"ready": True, "peer": "meshrl", "path": worker.engine.backend, "dtype": chosen.dtype}
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -20,7 +20,7 @@ from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
 from loadtests.namespaces.init import HOME
-from meshrl.common.mesh.process.peers import listeners
+from meshrl.common.mesh.process.tcp_sockets import find_listen_addresses
 
 WORKERS = 3  # in all: an engine, a core, and one that the planner gives to either
 EACH = (1, 1, 1)
@@ -67,7 +67,9 @@ async def flooded(plan: Plan) -> Arm:
 def ports(process: psutil.Process, host: Host) -> list[tuple[str, int]]:
     """Where a process listens that others reach; none for what does not last as long as its job."""
     try:
-        taken = set() if JAILED in " ".join(process.cmdline()) else listeners(process.pid)
+        taken = (
+            set() if JAILED in " ".join(process.cmdline()) else find_listen_addresses(process.pid)
+        )
     except (psutil.NoSuchProcess, FileNotFoundError):
         return []
     return [(host.address, end.port) for end in taken if not end.host.is_loopback]

@@ -19,10 +19,10 @@ from loadtests.jobs.mesh import workers_by_job
 from loadtests.measuring.entry import tell
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import leader
-from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace
-from meshrl.view.mesh.snapshot import read_writable
-from meshrl.view.mesh.stalled import diagnose
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.view.mesh.mesh_snapshot import read_writable_snapshot
+from meshrl.view.mesh.stalls import diagnose_stalls
 
 LOOK_S = 0.4
 PLANNER = "planner"  # the election that planners stand for
@@ -45,10 +45,10 @@ class Look:
     stalls: list[dict[str, Any]]
 
 
-async def look(state: State) -> Look:
+async def look(state: StateClient) -> Look:
     """MeshError when Redis does not answer."""
-    mesh = await read_writable(state)
-    owner, token = await leader.leader(state, PLANNER)
+    mesh = await read_writable_snapshot(state)
+    owner, token = await leader.read_leader(state, PLANNER)
     names = {entry.name: entry.host for entry in mesh.entries}
     return Look(
         time.time(),
@@ -62,12 +62,15 @@ async def look(state: State) -> Look:
         workers_by_job(list(mesh.gangs)),
         owner,
         token,
-        [{"host": names.get(stall.culprit, ""), **asdict(stall)} for stall in diagnose(mesh)],
+        [
+            {"host": names.get(stall.culprit, ""), **asdict(stall)}
+            for stall in diagnose_stalls(mesh)
+        ],
     )
 
 
 async def main(root: Path) -> None:
-    state = await State.open(MeshPlace(root).redis_url)
+    state = await StateClient.open(MeshPaths(root).redis_url)
     while True:
         try:
             print(json.dumps(asdict(await look(state))), flush=True)

@@ -20,7 +20,7 @@ from loadtests.measuring.rounds import Arm
 from loadtests.namespaces.host import Host
 from loadtests.namespaces.hosts import Hosts
 from loadtests.namespaces.init import HOME
-from meshrl.common.state.jobs import ENDED
+from meshrl.common.state.jobs import TERMINAL_PHASES
 
 ROOT = f"{HOME}/m"  # of the mesh, on each host
 TOKEN = f"{HOME}/join.token"
@@ -106,7 +106,7 @@ class HostsMesh:
         await self.meshrl("submit", str(job), "--mesh", ROOT, *sets)
 
     async def finished(self, name: str) -> dict[str, Any]:
-        await self.until(lambda look: job_of(look, name).get("phase") in ENDED, JOB_S)
+        await self.until(lambda look: job_of(look, name).get("phase") in TERMINAL_PHASES, JOB_S)
         path = self.head.path(f"{HOME}/{name}/summary.json")
         async with asyncio.timeout(RECORD_S):
             while not path.exists():

@@ -22,10 +22,10 @@ from meshrl.client.client import Client, JobHandle
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import events, registry
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Gang
-from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace, running_launcher
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 
 CONNECT_S = 10.0
 LOOK_S = 0.25  # between two looks at what processes have published
@@ -132,7 +132,7 @@ def workers_by_job(gangs: Iterable[Gang]) -> dict[str, float]:
 
 
 class RunningMesh:
-    def __init__(self, root: Path, state: State, client: Client, launcher: int) -> None:
+    def __init__(self, root: Path, state: StateClient, client: Client, launcher: int) -> None:
         self.root, self.state, self.client = root, state, client
         self.watched = Watched()
         self._host, self._meter = HostMeter(), Meter(launcher)
@@ -169,7 +169,7 @@ class RunningMesh:
         while True:
             with contextlib.suppress(MeshError):  # a look that fails is one less
                 now = time.monotonic()
-                for entry in await registry.entries(self.state):
+                for entry in await registry.list_entries(self.state):
                     if entry.alive and "job" in entry.stats:
                         stats = entry.stats
                         self.watched.last[entry.name, entry.incarnation] = stats
@@ -177,7 +177,7 @@ class RunningMesh:
                             float(stats.get(key) or 0) for key in ("tokens", "paced", "late")
                         )
                         self.watched.seen.append(Seen(now, entry.name, stats["job"], *figures))
-                self.watched.held.append((now, workers_by_job(await pool.gangs(self.state))))
+                self.watched.held.append((now, workers_by_job(await pool.read_gangs(self.state))))
                 await self.events()
                 self._meter.look()
             await asyncio.sleep(LOOK_S)
@@ -202,10 +202,10 @@ async def mesh_up(folder: Path, workers: int, **pool_settings: Any) -> AsyncIter
     config = folder / "mesh.toml"
     config.write_text("\n".join(["[pool]", *lines, ""]))
     await meshrl("up", "--root", str(root), "--workers", str(workers), "--config", str(config))
-    place = MeshPlace(root)
+    place = MeshPaths(root)
     try:
         async with opened(place.redis_url, CONNECT_S) as state, Client(root) as client:
-            mesh = RunningMesh(root, state, client, running_launcher(place))
+            mesh = RunningMesh(root, state, client, find_root_pid(place))
             try:
                 async with beside(mesh.watch()):
                     yield mesh

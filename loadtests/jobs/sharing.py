@@ -13,7 +13,7 @@ from loadtests.jobs.mesh import LOOK_S, Plan, RunningMesh, Seen
 from loadtests.measuring.rounds import Arm
 from meshrl.client.client import JobHandle
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Role, Tier
 
 FLOOR = 2  # workers of a calculator job: an engine and a core
@@ -106,7 +106,7 @@ async def moves(plan: Plan) -> Arm:
 
 async def movable(mesh: RunningMesh) -> str:
     """Return a worker whose gang has nothing but an engine."""
-    for gang in sorted(await pool.gangs(mesh.state), key=lambda gang: gang.id, reverse=True):
+    for gang in sorted(await pool.read_gangs(mesh.state), key=lambda gang: gang.id, reverse=True):
         if [one.role for one in gang.residents] == [Role.ROLLOUT]:
             return gang.workers[0]
     raise RuntimeError("no worker does nothing but generate")
@@ -183,9 +183,9 @@ async def settled(mesh: RunningMesh, least: Mapping[str, float]) -> None:
     async with asyncio.timeout(SETTLED_S):
         while True:
             ready: dict[str, float] = {}
-            for gang in await pool.gangs(mesh.state):
+            for gang in await pool.read_gangs(mesh.state):
                 for one in gang.residents:
-                    if one.settled and one.tier == Tier.ACCELERATOR:
+                    if one.is_reconciled and one.tier == Tier.ACCELERATOR:
                         ready[one.job] = ready.get(one.job, 0.0) + len(one.ranks)
             if all(ready.get(job, 0.0) >= count for job, count in least.items()):
                 return

@@ -28,9 +28,9 @@ from loadtests.kvload.sweep import OVER_SOCKETS, POINTS, Point, sweep
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.rounds import ratio, rotated
-from meshrl.common.generation.builtin.schedule import Schedule
-from meshrl.common.generation.contract import NO_SESSION, Request
-from meshrl.common.generation.loading import CHUNK
+from meshrl.common.generation.builtin.scheduler import BatchScheduler
+from meshrl.common.generation.engine_contract import NO_SESSION, GenerationRequest
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
 
 LONG, SHORT = 16384, 22  # tokens of the one, and how many others there are: Cake's
 LENGTHS, NEW = (32, 448), 48  # tokens of theirs, and that each generates
@@ -43,7 +43,7 @@ PASSING = 8  # sessions that never come back, one after the other
 
 def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
     """Measure wall time and tokens computed of the same conversations."""
-    length = prompt + (TURNS + 1) * (ANSWER + TOOL) + CHUNK
+    length = prompt + (TURNS + 1) * (ANSWER + TOOL) + CHUNK_TOKENS
     found: dict[str, list[float]] = {}
     two, wanted = 2 * (prompt + TURNS * (ANSWER + TOOL)), SESSIONS * length
     with (
@@ -57,7 +57,7 @@ def turns(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, An
                 wall_s, computed = _conversations(made, turn, prompt)
                 found.setdefault(f"{name}_s", []).append(wall_s)
                 found.setdefault(f"{name}_computed", []).append(computed)
-                made.engine.release(range(1_000_000 * (turn + 1)))
+                made.engine.release_sessions(range(1_000_000 * (turn + 1)))
     medians = {name: round(median(values), 3) for name, values in found.items()}
     return medians | {
         "wall_ratio": ratio(found["with_s"], found["without_s"]),
@@ -87,10 +87,12 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
             wait_s = due[0][0] - now_s if due else 0.02
             made.wake.wait(min(0.02, max(0.0, wait_s)))
             made.wake.clear()
-        if (flush := made.engine.drain()) is None:
+        if (flush := made.engine.drain_outputs()) is None:
             continue
         tokens = np.split(flush.tokens, np.cumsum(flush.counts)[:-1])
-        for identity, new, finish in zip(flush.ids.tolist(), tokens, flush.finish, strict=True):
+        for identity, new, finish in zip(
+            flush.ids.tolist(), tokens, flush.finish_reasons, strict=True
+        ):
             session = asked[identity]
             said[session] += new.tolist()
             if finish:
@@ -107,7 +109,7 @@ def _conversations(made: Scene, seed: int, prompt: int) -> tuple[float, float]:
 def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any]:
     """Measure CPU-seconds of sessions that are kept and never come back, over not keeping them."""
     found: dict[str, list[float]] = {}
-    length = prompt + 2 * CHUNK
+    length = prompt + 2 * CHUNK_TOKENS
     with scene(model, length, directory, slots=2, kv_tokens=length + 64) as made:
         for turn in range(rounds):
             for name in ("kept", "not")[:: 1 if turn % 2 else -1]:
@@ -124,16 +126,16 @@ def cost(directory: Path, rounds: int, model: str, prompt: int) -> dict[str, Any
     return {"cost_ratio": ratio(found["kept_cpu_s"], found["not_cpu_s"], 4)}
 
 
-class Unprioritised(Schedule):
+class Unprioritised(BatchScheduler):
     """The oldest request has the budget first, whether its prefix is being loaded or not."""
 
     def _in_turn(self) -> list[int]:
-        return list(self.joining)
+        return list(self.prefill_slots)
 
 
 def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
     """Measure one request with a stored prefix of `long` tokens beside short ones."""
-    length = long + 4 * CHUNK
+    length = long + 4 * CHUNK_TOKENS
     found: dict[str, list[float]] = {}
     with scene(model, length, directory, slots=SHORT + 2, kv_tokens=long + 40 * 512) as made:
         random = np.random.default_rng(1)
@@ -142,16 +144,19 @@ def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
         made.files.settle(0.0)
         compute_s = made.first_token_s(tokens, "compute")
         rate = size / compute_s  # loading takes as long as computing
-        plain = type(made.engine.schedule)
+        plain = type(made.engine.scheduler)
         for turn in range(rounds):
-            arms: list[tuple[str, type[Schedule]]] = [("ours", plain), ("without", Unprioritised)]
+            arms: list[tuple[str, type[BatchScheduler]]] = [
+                ("ours", plain),
+                ("without", Unprioritised),
+            ]
             for name, kind in arms[:: 1 if turn % 2 else -1]:
-                made.engine.schedule.__class__ = kind
+                made.engine.scheduler.__class__ = kind
                 made.files.settle(rate)
                 first_s, per_s = _together(made, tokens, turn)
                 found.setdefault(f"{name}_ttft_s", []).append(first_s)
                 found.setdefault(f"{name}_tokens_per_s", []).append(per_s)
-            made.engine.schedule.__class__ = plain
+            made.engine.scheduler.__class__ = plain
             for name, loads in [("alone", False), ("loading", True)][:: 1 if turn % 2 else -1]:
                 made.files.settle(8 * rate)
                 found.setdefault(f"{name}_decoded_per_s", []).append(_decoding(made, tokens, loads))
@@ -163,7 +168,7 @@ def busy(directory: Path, rounds: int, model: str, long: int) -> dict[str, Any]:
     }
 
 
-def _short(made: Scene, seed: int, new: int) -> list[Request]:
+def _short(made: Scene, seed: int, new: int) -> list[GenerationRequest]:
     random = np.random.default_rng(seed)
     lengths = random.integers(*LENGTHS, SHORT, endpoint=True)
     prompts = [random.integers(0, VOCAB, int(n)).astype(np.int32) for n in lengths]
@@ -176,11 +181,11 @@ def _together(made: Scene, tokens: np.ndarray, seed: int) -> tuple[float, float]
     first: dict[int, float] = {}
     began = time.monotonic()
     made.engine.submit(asked)
-    while made.engine.running or made.engine.waiting:
+    while made.engine.num_running or made.engine.num_waiting:
         if not made.engine.step():
             made.wake.wait(0.05)
             made.wake.clear()
-        if (flush := made.engine.drain()) is not None:
+        if (flush := made.engine.drain_outputs()) is not None:
             for request, count in zip(flush.ids.tolist(), flush.counts.tolist(), strict=True):
                 if count:
                     first.setdefault(request, time.monotonic() - began)
@@ -193,17 +198,17 @@ def _decoding(made: Scene, tokens: np.ndarray, loads: bool) -> float:
     """Tokens per second of those that decode, while a prefix is loaded and not computed."""
     made.forget(LoadOnly(made.cache))
     made.engine.submit(_short(made, 0, DECODED))
-    while made.engine.tokens_generated and made.engine.schedule.joining:
+    while made.engine.tokens_generated and made.engine.scheduler.prefill_slots:
         made.engine.step()
     made.engine.step()
     if loads:
         made.engine.submit([made.request(tokens)])
     before, began = made.engine.tokens_generated, time.monotonic()
-    while made.engine.running > loads:
+    while made.engine.num_running > loads:
         made.engine.step()
     rate = (made.engine.tokens_generated - before) / (time.monotonic() - began)
     made.engine.abort([made._ids])
-    made.engine.drain()
+    made.engine.drain_outputs()
     return rate
 
 

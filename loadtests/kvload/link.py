@@ -15,17 +15,17 @@ from pathlib import Path
 from loadtests.kvload.scene import LATE, WEIGHTS, LoadOnly, Scene, raised, scene
 from loadtests.measuring.meshed import FOREVER_S, own_keys, unrenewed
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.generation.loading import Loading, Sought
+from meshrl.common.generation.prefix_loading import PrefixLoad, PrefixQuery
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import registry
-from meshrl.common.state.registry import Entry
-from meshrl.common.weights.bulk.port import serve
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.port import serve_chunks
 from meshrl.services.engine.kv.host_cache import HostCache
-from meshrl.services.engine.kv.loader import Came
-from meshrl.services.engine.kv.peers import Peers
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.loader import LoadedChunk
+from meshrl.services.engine.kv.peers import PeerEngines
 from meshrl.services.engine.service import EngineService
-from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
 
 JOB, SECRET = "kvload", "5c" * 32
 BEGIN_S = 60.0
@@ -49,13 +49,13 @@ class Link:
             self._bytes_per_s, self._free_s = bytes_per_s, 0.0
             root, rate = str(self._directory / f"{bytes_per_s:.0f}"), int(bytes_per_s)
             self._mesh.settings = replace(self._mesh.settings, run_root=root, rate_down=rate)
-            self._peers = Peers(self._mesh, JOB, self._loop)
+            self._peers = PeerEngines(self._mesh, JOB, self._loop)
 
-    def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
+    def look_up(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
         with self._lock:
-            return self._peers.look(domain, names)
+            return self._peers.look_up(domain, names)
 
-    def read(self, domain: str, name: str) -> Came | None:
+    def read(self, domain: str, name: str) -> LoadedChunk | None:
         with self._lock:
             began = time.monotonic()
             found = self._peers.read(domain, name)
@@ -70,12 +70,12 @@ class Link:
 class LinkOnly(LoadOnly):
     """Nothing is computed that is on its way from the other host."""
 
-    def find(self, sought: Sought) -> Loading | None:
-        here, peers = self._inner.loader, self._inner._peers
+    def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
+        here, peers = self._inner.loader, self._inner._peer_loader
         assert peers is not None
         self._inner.loader = peers  # what is loaded alone is looked for nowhere else by itself
         try:
-            return super().find(sought)
+            return super().find_prefix(query)
         finally:
             self._inner.loader = here
 
@@ -95,7 +95,7 @@ def linked(name: str, length: int, directory: Path) -> Iterator[Scene]:
             engine, clock = made.engine, SystemClock()
             nothing = KVTier("memory", directory / "here", 0, clock.wall)
             cache = HostCache([nothing], clock, engine, "keep", made.wake.set, raised, link)
-            cache.computing(WEIGHTS)
+            cache.set_weights(WEIGHTS)
             made.cache, made.paced, made.load_only = cache, link, LinkOnly
             try:
                 yield made
@@ -114,11 +114,11 @@ async def _two_hosts(cache: HostCache) -> AsyncIterator[Mesh]:
     keys = own_keys()
     here, there = (unrenewed(f"engine/{name}", keys) for name in ("here", "there"))
     service = EngineService(there, SimulatedEngine(there.clock, 1), lambda action: action())
-    service.use(cache)
-    bulk = serve(there, cache.shelved, takes=False)
+    service.use_host_cache(cache)
+    bulk = serve_chunks(there, cache.chunk_store, accepts_uploads=False)
     here.start()
     await there.join(service, bulk_address=bulk.address)
-    entry = Entry(
+    entry = RegistryEntry(
         there.name,
         "engine",
         address=there.transport.address,

@@ -16,13 +16,25 @@ from numpy.typing import NDArray
 
 from loadtests.measuring.models import Tensors, drawn, shape
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.generation.builtin.build import TorchEngine, build
-from meshrl.common.generation.contract import NO_SESSION, Request
-from meshrl.common.generation.loading import CHUNK, Content, KeptPrefix, Loading, Prefixes, Sought
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
+from meshrl.common.generation.engine_contract import NO_SESSION, GenerationRequest
+from meshrl.common.generation.prefix_loading import (
+    CHUNK_TOKENS,
+    ChunkBytes,
+    OffloadedPrefix,
+    PrefixLoad,
+    PrefixQuery,
+    PrefixStore,
+)
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.services.engine.kv.chunk_files import ChunkFiles, ChunkHead, domain_of, names_of
+from meshrl.services.engine.kv.chunk_files import (
+    ChunkFiles,
+    ChunkHeader,
+    compute_chunk_names,
+    compute_domain,
+)
 from meshrl.services.engine.kv.host_cache import HostCache
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.kv_tier import KVTier
 
 VOCAB = 2048  # tokens of prompts
 WEIGHTS = "the only version"
@@ -54,7 +66,7 @@ class PacedFiles(ChunkFiles):
         self._free_s = 0.0
         self._lock = threading.Lock()
 
-    def read(self, domain: str, name: str) -> tuple[ChunkHead, Content] | None:
+    def read(self, domain: str, name: str) -> tuple[ChunkHeader, ChunkBytes] | None:
         with self._lock:  # one at a time, as the loader reads; see `settle`
             rate, path = self.bytes_per_s, self.path(domain, name)
             if not rate:
@@ -93,23 +105,25 @@ class LoadOnly:
     def __init__(self, inner: HostCache) -> None:
         self._inner = inner
 
-    def find(self, sought: Sought) -> Loading | None:
-        load = self._inner.find(sought)
+    def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
+        load = self._inner.find_prefix(query)
         if load is not None:
-            load.alone = True
+            load.is_front_first = True
         return load
 
-    def keep(self, kept: KeptPrefix) -> None:
-        self._inner.keep(kept)
+    def offload(self, prefix: OffloadedPrefix) -> None:
+        self._inner.offload(prefix)
 
-    def release(self, sessions: Sequence[int]) -> None:
-        self._inner.release(sessions)
+    def release_sessions(self, sessions: Sequence[int]) -> None:
+        self._inner.release_sessions(sessions)
 
 
 class Scene:
     """An engine, its shelf on the disk, and one stored prefix at a time."""
 
-    def __init__(self, engine: TorchEngine, weights: Tensors, cache: HostCache, files: PacedFiles):
+    def __init__(
+        self, engine: BuiltinEngine, weights: Tensors, cache: HostCache, files: PacedFiles
+    ):
         self.engine, self.cache, self.files = engine, cache, files
         self.paced: Paced = files
         self.load_only: type[LoadOnly] = LoadOnly
@@ -118,23 +132,23 @@ class Scene:
         self._ids = 0
         self.steps: list[tuple[int, float]] = []  # tokens computed, and seconds since the request
 
-    def forget(self, prefixes: Prefixes | None = None) -> None:
+    def forget(self, prefixes: PrefixStore | None = None) -> None:
         """Has nothing computed; from now on `prefixes` keeps caches."""
-        self.engine.prefixes = None
-        self.engine.swap(self._weights, 0)
-        self.engine.prefixes = prefixes
+        self.engine.prefix_store = None
+        self.engine.update_weights(self._weights, 0)
+        self.engine.prefix_store = prefixes
 
     def request(
         self, tokens: NDArray[np.int32], max_new: int = 1, session: int = NO_SESSION
-    ) -> Request:
+    ) -> GenerationRequest:
         self._ids += 1
-        return Request(self._ids, tokens, max_new, 0.0, (), self._ids, session)
+        return GenerationRequest(self._ids, tokens, max_new, 0.0, (), self._ids, session)
 
     def first_token_s(
         self, tokens: NDArray[np.int32], arm: str, until_s: float = LONGEST_S
     ) -> float:
         """Seconds to the first token after `tokens` by `arm`; `until_s` where it takes longer."""
-        kept: dict[str, Prefixes] = {"load": self.load_only(self.cache), "both": self.cache}
+        kept: dict[str, PrefixStore] = {"load": self.load_only(self.cache), "both": self.cache}
         self.forget(kept.get(arm))
         asked, computed = self.request(tokens), self.engine.tokens_computed
         self.steps.clear()
@@ -147,39 +161,39 @@ class Scene:
             else:
                 self.wake.wait(0.05)
                 self.wake.clear()
-            if (flush := self.engine.drain()) is not None and len(flush.tokens):
+            if (flush := self.engine.drain_outputs()) is not None and len(flush.tokens):
                 return time.monotonic() - began
         self.engine.abort([asked.id])
-        self.engine.drain()
+        self.engine.drain_outputs()
         return took_s
 
     def finish(self) -> None:
         """Computes all that was asked; what is looked for is waited for."""
-        while self.engine.running or self.engine.waiting:
+        while self.engine.num_running or self.engine.num_waiting:
             if not self.engine.step():
                 self.wake.wait(0.05)
                 self.wake.clear()
-            self.engine.drain()
+            self.engine.drain_outputs()
 
     def store(self, tokens: NDArray[np.int32]) -> int:
         """Computes a prefix, and puts all of it on the shelf; its bytes."""
         self.forget()
-        domain = domain_of(WEIGHTS, "", self.engine.cache_layout, "keep")
-        names, size = names_of(domain, tokens), 0
+        domain = compute_domain(WEIGHTS, "", self.engine.cache_layout, "keep")
+        names, size = compute_chunk_names(domain, tokens), 0
 
         class Storing(LoadOnly):
-            def find(self, sought: Sought) -> Loading | None:
+            def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
                 return None
 
-            def keep(self, kept: KeptPrefix) -> None:
+            def offload(self, prefix: OffloadedPrefix) -> None:
                 nonlocal size
                 for index, name in enumerate(names):
-                    start = index * CHUNK
-                    content = kept.read(start, start + CHUNK)
+                    start = index * CHUNK_TOKENS
+                    content = prefix.read(start, start + CHUNK_TOKENS)
                     size += content.nbytes
-                    files.write(domain, name, ChunkHead(start, CHUNK, 1.0, 0), content)
+                    files.write(domain, name, ChunkHeader(start, CHUNK_TOKENS, 1.0, 0), content)
 
-        files, self.engine.prefixes = self.files, Storing(self.cache)
+        files, self.engine.prefix_store = self.files, Storing(self.cache)
         self.engine.submit([self.request(tokens)])
         self.finish()
         os.sync()
@@ -194,13 +208,15 @@ def scene(
     torch.set_num_threads(1)
     weights = drawn(config(name, length))
     clock = SystemClock()
-    engine = build(config(name, length), slots, length, path="native", kv_tokens=kv_tokens)
+    engine = build_engine(
+        config(name, length), slots, length, backend="native", kv_cache_tokens=kv_tokens
+    )
     engine.wake(weights, 0)
     shelf = KVTier("disk", directory / name, BUDGET, clock.wall)
     shelf.files = files = PacedFiles(shelf.files.directory)
     ready = threading.Event()
     cache = HostCache([shelf], clock, engine, "keep", ready.set, raised)
-    cache.computing(WEIGHTS)
+    cache.set_weights(WEIGHTS)
     cache.writer.flush(LONGEST_S)
     made = Scene(engine, weights, cache, files)
     made.wake = ready

@@ -15,8 +15,8 @@ import numpy as np
 
 from loadtests.kvload.scene import VOCAB, Scene, scene
 from loadtests.measuring.rounds import rotated
-from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS
-from meshrl.common.generation.loading import CHUNK
+from meshrl.common.generation.builtin.scheduler import MAX_PREFILL_TOKENS
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
 
 BEYOND = 1.05  # of computing's time, after which loading alone is slower, and need not end
 MATCHED = 1.0
@@ -54,7 +54,7 @@ def sweep(
     reads = late = 0
     for name in dict.fromkeys(point.model for point in points):
         of_model = [point for point in points if point.model == name]
-        length = max(point.tokens for point in of_model) + 2 * CHUNK
+        length = max(point.tokens for point in of_model) + 2 * CHUNK_TOKENS
         with made_by(name, length, directory) as made:
             for point in of_model:
                 for ratio, figures in _measured(made, point, rounds).items():
@@ -115,7 +115,7 @@ def _figures(
     # Loading alone that was broken off tells less than the rate that it was slowed down to.
     per_token = load_s / n if ratio <= 1 else ratio * compute_s / n
     best_s, at = _closed_form(n, per_token, curve)
-    chunk_s = compute_s * PREFILL_TOKENS / n
+    chunk_s = compute_s * MAX_PREFILL_TOKENS / n
     worse = [(b - chunk_s) / min(c, d) for c, d, b in zip(compute, load, both, strict=True)]
     return {
         "compute_s": round(compute_s, 3),
@@ -125,7 +125,7 @@ def _figures(
         "over_load": round(per_token * n / both_s, 3),
         "closed_form_share": round(best_s / both_s, 3),
         "never_worse": round(median(worse), 3),
-        "meeting_error_chunks": round((met - at) / CHUNK, 1),
+        "meeting_error_chunks": round((met - at) / CHUNK_TOKENS, 1),
     }
 
 
@@ -133,6 +133,6 @@ def _closed_form(n: int, per_token: float, curve: list[tuple[int, float]]) -> tu
     """The least time in which a front, at the measured cost, and a back of chunks can meet, and
     the tokens that the front has computed then."""
     done, seconds = zip(*((0, 0.0), *curve), strict=True)
-    choices = range(0, n + 1, CHUNK)
+    choices = range(0, n + 1, CHUNK_TOKENS)
     times = [(max(float(np.interp(k, done, seconds)), per_token * (n - k)), k) for k in choices]
     return min(times)

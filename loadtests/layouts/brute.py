@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
 
-from meshrl.services.planner.layouts.allocation import Timed
-from meshrl.services.planner.layouts.nodes import LayoutNode
+from meshrl.services.planner.layouts.allocation import TrainingOption
+from meshrl.services.planner.layouts.layout_nodes import LayoutNode
 
 Cost = Callable[[int, frozenset[int]], float]  # of a server and the groups that it serves
 
 
-def leftovers(nodes: Sequence[LayoutNode], timed: Timed) -> Iterator[tuple[tuple[str, int], ...]]:
+def leftovers(
+    nodes: Sequence[LayoutNode], timed: TrainingOption
+) -> Iterator[tuple[tuple[str, int], ...]]:
     """What each way to take a layout's accelerators leaves of nodes, as (kind, free)."""
     layout = timed.layout
 
@@ -25,12 +27,12 @@ def leftovers(nodes: Sequence[LayoutNode], timed: Timed) -> Iterator[tuple[tuple
                 yield left
             return
         node = nodes[index]
-        most = node.free // layout.tensor if node.kind == layout.kind else 0
+        most = node.free_accelerators // layout.tensor_parallel if node.kind == layout.kind else 0
         for count in range(min(most, units) + 1):
-            rest = node.free - count * layout.tensor
+            rest = node.free_accelerators - count * layout.tensor_parallel
             yield from taken(index + 1, units - count, (*left, (node.kind, rest)))
 
-    yield from taken(0, layout.workers // layout.tensor, ())
+    yield from taken(0, layout.workers // layout.tensor_parallel, ())
 
 
 @cache
@@ -98,16 +100,16 @@ def iteration_s(
     kinds: Sequence[tuple[str, int]],
     groups: int,
     nodes: Sequence[LayoutNode],
-    ways: Sequence[Timed],
+    ways: Sequence[TrainingOption],
     cost: Cost,
     parts: Callable[[int], Iterator[list[frozenset[int]]]] = partitions,
 ) -> float:
     """The shortest max(T_rollout, T_train) of the family; infinite when there is none."""
     best = math.inf
-    for timed in sorted(ways, key=lambda one: one.seconds):
-        if timed.seconds >= best:
+    for timed in sorted(ways, key=lambda one: one.train_s):
+        if timed.train_s >= best:
             break
         for left in {tuple(sorted(left)) for left in leftovers(nodes, timed)}:
             found = rollout_s(kinds, left, parts(groups), cost, best)
-            best = min(best, max(found, timed.seconds))
+            best = min(best, max(found, timed.train_s))
     return best

@@ -8,33 +8,42 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from loadtests.layouts.cases import serves_s
-from meshrl.services.planner.costs.rollout import FRAGMENTED, REDUCES, SLOTS, WORKSPACE, EngineGang
-from meshrl.services.planner.layouts.grouping import LengthGroup
-from meshrl.services.planner.layouts.serving import GangServer
+from meshrl.services.planner.costs.rollout_costs import (
+    ALL_REDUCES_PER_LAYER,
+    FRAGMENTATION_SHARE,
+    MAX_SLOTS,
+    WORKSPACE_BYTES,
+    EngineGang,
+)
+from meshrl.services.planner.layouts.length_groups import LengthGroup
+from meshrl.services.planner.layouts.range_costs import GangServer
 
 INSTANCES, LAYOUTS = 32, 500  # of which it looks at no more
 
 
 def step_s(gang: EngineGang, batch: float, context: float, corrected: bool = False) -> float:
     """Its decode step: a rank's bytes over the bandwidth of all ranks, or, `corrected`, of one."""
-    shape, on, degree = gang.shape, gang.on, gang.degree
-    read = shape.active * shape.dtype_bytes / degree + batch * context * shape.kv_bytes(degree)
-    reduces_s = REDUCES * shape.layers * on.collective_s if degree > 1 else 0.0
+    shape, on, degree = gang.shape, gang.accelerator, gang.degree
+    read = (
+        shape.active * shape.dtype_bytes / degree
+        + batch * context * shape.compute_kv_bytes_per_token(degree)
+    )
+    reduces_s = ALL_REDUCES_PER_LAYER * shape.layers * on.collective_s if degree > 1 else 0.0
     return read / ((1 if corrected else degree) * on.read_bytes_per_s) + reduces_s
 
 
 def capacity(gang: EngineGang) -> float:
     """Its room for keys and values: that of all ranks, in tokens of one rank's bytes."""
     shape, degree = gang.shape, gang.degree
-    pool = degree * gang.on.memory_bytes - shape.bytes - WORKSPACE
-    return max(pool, 0.0) / shape.kv_bytes(degree) * (1 - FRAGMENTED)
+    pool = degree * gang.accelerator.memory_bytes - shape.parameter_bytes - WORKSPACE_BYTES
+    return max(pool, 0.0) / shape.compute_kv_bytes_per_token(degree) * (1 - FRAGMENTATION_SHARE)
 
 
-def server(gang: EngineGang, slots: int = SLOTS, corrected: bool = False) -> GangServer:
+def server(gang: EngineGang, slots: int = MAX_SLOTS, corrected: bool = False) -> GangServer:
     """The server that a gang is by its formulas, or by those with nothing but t corrected."""
     one, zero = step_s(gang, 1, 1, corrected), step_s(gang, 0, 0, corrected)
-    curve = replace(gang.curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
-    return GangServer(curve, gang.capacity() if corrected else capacity(gang), slots)
+    curve = replace(gang.predict_curve(), base_s=zero, sequence_s=0.0, context_s=one - zero)
+    return GangServer(curve, gang.compute_kv_capacity() if corrected else capacity(gang), slots)
 
 
 def layouts(workers: int) -> list[list[int]]:
@@ -63,17 +72,17 @@ def longest_first(
 ) -> list[list[LengthGroup]]:
     """Assign trajectories, longest first, to the gang that would be done with it first."""
     total = sum(group.requests for group in groups)
-    prompt = sum(group.prompts for group in groups) / total
-    generated = sum(group.generated for group in groups) / total
+    prompt = sum(group.prompt_tokens for group in groups) / total
+    generated = sum(group.generated_tokens for group in groups) / total
     held = prompt + generated / 2
     rates = []
     for one in servers:
-        batch = max(1.0, min(float(one.slots), one.capacity / held))
-        rates.append(batch / one.curve.step_s(batch, held))
+        batch = max(1.0, min(float(one.slots), one.kv_capacity_tokens / held))
+        rates.append(batch / one.curve.predict_step_s(batch, held))
     work = [0.0] * len(servers)
     found: list[list[LengthGroup]] = [[] for _ in servers]
-    for group in sorted(groups, key=lambda group: -group.longest_context):
-        tokens = group.prompts + group.generated
+    for group in sorted(groups, key=lambda group: -group.max_context_tokens):
+        tokens = group.prompt_tokens + group.generated_tokens
         chosen = min(range(len(servers)), key=lambda i: (work[i] + tokens) / rates[i])
         work[chosen] += tokens
         found[chosen].append(group)

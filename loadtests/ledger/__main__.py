@@ -153,14 +153,14 @@ class Engines:
 def compared(outputs: Path, undisturbed: Path) -> dict[str, Any]:
     """Trajectories of the ledger beside what an engine makes of their prompts alone."""
     from loadtests.ledger.shard import GROUP
-    from meshrl.common.records.ledger import group_of
+    from meshrl.common.records.ledger import extract_group
 
     expected = np.load(undisturbed)
     exact = 0
     with np.load(outputs) as found:
         for name in found.files:
             trajectory = int(name)
-            group = group_of(trajectory)
+            group = extract_group(trajectory)
             number = group * GROUP + trajectory - (group << 12)
             tokens = found[name][GREEDY_PROMPT:]
             exact += np.array_equal(tokens, expected[number % GREEDY_PROMPTS])

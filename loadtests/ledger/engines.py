@@ -33,13 +33,13 @@ from loadtests.ledger.traffic import (
     greedy_prompt,
 )
 from loadtests.measuring.entry import options
-from meshrl.common.generation.contract import Request, TokenEngine
-from meshrl.common.job.pace import profile
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.services.engine.running import SWITCH_S, ThreadDriver
+from meshrl.common.generation.engine_contract import GenerationRequest, TokenEngine
+from meshrl.common.job.emulation import parse_engine_speed
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.services.engine.role_process import SWITCH_INTERVAL_S, ThreadDriver
 from meshrl.services.engine.service import EngineService
 from meshrl.services.engine.stepping.emulation import EmulatedSteps
-from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
 
 PACE = "10/32/20000"  # of the native engine: 100 tokens/s for each request
 ASKED = struct.Struct("<qqq")  # monotonic ns, trajectory, tokens of its context
@@ -50,11 +50,11 @@ def published(service: EngineService) -> dict[str, Any]:
     """What the registry shows of an engine."""
     return {
         "ready": not service.draining,
-        "running": service.engine.running,
-        "waiting": service.engine.waiting,
+        "running": service.engine.num_running,
+        "waiting": service.engine.num_waiting,
         "version": service.engine.version,
         "tokens": service.engine.tokens_generated,
-        "plateau": service.throughput.plateau,
+        "plateau": service.throughput.plateau_batch,
     }
 
 
@@ -89,7 +89,7 @@ async def serve(mesh: Mesh, phase_s: float) -> None:
     try:
         while True:
             await clock.sleep(due - clock.monotonic())
-            service.turn()
+            service.run_once()
             due = max(due + 1 / RATE, clock.monotonic())
     finally:
         await mesh.leave()
@@ -102,13 +102,13 @@ def tiny() -> TokenEngine:
     import torch
 
     from loadtests.measuring.models import drawn, shape
-    from meshrl.common.generation.builtin.build import build
+    from meshrl.common.generation.builtin.engine_builder import build_engine
 
     torch.set_num_threads(1)
     config = shape(64, 2, 128, 512, (4, 2), max_positions=1024)
     weights = drawn(config)
     weights["unembedding"].mul_(4)  # sharp enough that tokens differ
-    engine = build(config, SLOTS, 1024, path="native", dtype="float32")
+    engine = build_engine(config, SLOTS, 1024, backend="native", dtype="float32")
     engine.wake(weights, 0)
     return engine
 
@@ -117,18 +117,18 @@ class NotingService(EngineService):
     """Notes what it is asked to generate: a note outlives a SIGKILL."""
 
     def __init__(self, mesh: Mesh, engine: TokenEngine, driver: ThreadDriver, log: Path) -> None:
-        emulated = EmulatedSteps(engine, profile(PACE), mesh.clock)
-        super().__init__(mesh, engine, driver.deliver, emulated=emulated)
+        emulated = EmulatedSteps(engine, parse_engine_speed(PACE), mesh.clock)
+        super().__init__(mesh, engine, driver.call_on_loop, emulation=emulated)
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
-    def admit(self, requests: list[Request], ended: list[int]) -> None:
+    def admit(self, requests: list[GenerationRequest], ended_sessions: list[int]) -> None:
         now = time.monotonic_ns()
         os.write(self._log, b"".join(ASKED.pack(now, r.session, len(r.tokens)) for r in requests))
-        super().admit(requests, ended)
+        super().admit(requests, ended_sessions)
 
 
 async def native(inner: TokenEngine, name: str, log: Path) -> None:
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     mesh = await Mesh.open(name, "engine", MeshSettings.from_env())
     driver = ThreadDriver(asyncio.get_running_loop())
     service = NotingService(mesh, inner, driver, log)
@@ -145,14 +145,15 @@ def reference(trajectories: int, out: Path) -> None:
     """What each prompt becomes when nothing disturbs it, as rows of tokens."""
     engine = tiny()
     requests = [
-        Request(n, greedy_prompt(n), GREEDY_NEW, 0.0, (), n, -1) for n in range(trajectories)
+        GenerationRequest(n, greedy_prompt(n), GREEDY_NEW, 0.0, (), n, -1)
+        for n in range(trajectories)
     ]
     engine.submit(requests)
     found: dict[int, list[int]] = {n: [] for n in range(trajectories)}
     busy = True
     while busy:
         busy = engine.step()
-        flush = engine.drain()
+        flush = engine.drain_outputs()
         if flush is not None:
             parts = np.split(flush.tokens, np.cumsum(flush.counts)[:-1])
             for request, part in zip(flush.ids.tolist(), parts, strict=True):
@@ -166,12 +167,12 @@ def main() -> None:
     chosen = parser.parse_args()
     os.nice(chosen.nice)
     if chosen.kind == "simulated":
-        run(lambda: simulated(chosen.first, chosen.count))
+        run_service(lambda: simulated(chosen.first, chosen.count))
     elif chosen.kind == "native":
         engine = tiny()
         name = sys.stdin.readline().strip()
         if name:
-            run(lambda: native(engine, name, chosen.log))
+            run_service(lambda: native(engine, name, chosen.log))
     else:
         reference(chosen.trajectories, chosen.out)
 

@@ -31,20 +31,25 @@ from loadtests.ledger.traffic import (
 )
 from loadtests.measuring.entry import options
 from loadtests.measuring.processes import cpu_s
-from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.base.errors import MeshError, ToolFailed
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.common.records.ledger import Kind, read, trajectory_id
-from meshrl.common.records.token_record import TokenRows
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.common.records.ledger import RecordKind, iter_records, make_trajectory_id
+from meshrl.common.records.token_records import TokenRows
 from meshrl.common.state import jobs, registry
 from meshrl.services.rollout.record.group_commit import GroupCommit
 from meshrl.services.rollout.record.shard_ledger import ShardLedger
-from meshrl.services.rollout.routing.engine_link import SeenEngine
+from meshrl.services.rollout.routing.assignment import Assignment
+from meshrl.services.rollout.routing.engine_link import EngineSnapshot
 from meshrl.services.rollout.routing.router import Router
-from meshrl.services.rollout.routing.stay import Stay
-from meshrl.services.rollout.trajectories.trajectory import Ending, Restored, Trajectory, Turn
+from meshrl.services.rollout.trajectories.trajectory import (
+    RestoredGroups,
+    Trajectory,
+    TrajectoryOutcome,
+    Turn,
+)
 
 JOB = "ledger-load"
 GROUP = 8  # trajectories of a prompt
@@ -64,8 +69,8 @@ class Noting:
     rows: list[TokenRows] = field(default_factory=list)
     tokens_written: int = 0
 
-    async def tokens(self, new: TokenRows) -> None:
-        await self.ledger.tokens(new)
+    async def write_tokens(self, new: TokenRows) -> None:
+        await self.ledger.write_tokens(new)
         self.tokens_written += len(new.tokens)
         if self.on:
             self.times_ns.append(time.monotonic_ns())
@@ -89,7 +94,7 @@ class Shard:
         self.ledger = ShardLedger(mesh, data)
         self.written = Noting(self.ledger, notes)
         self.commits = GroupCommit(mesh, self.written)
-        self.router = Router(mesh, self.commits, Sampling(stop, []), SLOTS)
+        self.router = Router(mesh, self.commits, SamplingParams(stop, []), SLOTS)
         self.traffic = Traffic(0)
         self.opened = self.ended = self.failed = 0
         self.engines = 0
@@ -102,11 +107,11 @@ class Shard:
             await self.mesh.clock.sleep(LOOK_S)
 
     async def look(self) -> None:
-        found = await registry.entries(self.mesh.state, "engine")
+        found = await registry.list_entries(self.mesh.state, "engine")
         ready = [e for e in found if e.alive and e.stats.get("ready")]
-        alive = {e.name: SeenEngine.of(e) for e in ready}
+        alive = {e.name: EngineSnapshot.from_entry(e) for e in ready}
         self.engines = len(alive)
-        self.router.observe(alive)
+        self.router.update_engines(alive)
 
     async def keep_one(self, greedy: bool) -> None:
         while self.going:
@@ -115,50 +120,55 @@ class Shard:
             self._open_members[group] = self._open_members.get(group, 0) + 1
             number, self.opened = self.opened, self.opened + 1
             try:
-                async with self.router.stay(t) as stay:
+                async with self.router.create_assignment(t) as stay:
                     await (self.greedy(stay, number) if greedy else self.with_tools(stay))
-                t.ending = Ending("done", 0.0)
+                t.outcome = TrajectoryOutcome("done", 0.0)
             except ToolFailed as error:
                 self.failed += 1
-                t.ending = Ending("failed", None, str(error))
-            end = [t.id, t.ending.reason, t.ending.reward, t.ending.error]
-            self.ledger.defer(Kind.END, end, t.group)
+                t.outcome = TrajectoryOutcome("failed", None, str(error))
+            end = [t.id, t.outcome.reason, t.outcome.reward, t.outcome.error]
+            self.ledger.defer_record(RecordKind.END, end, t.group)
             self.ended += 1
             self._open_members[group] -= 1
             if not self._open_members[group] and (group + 1) * GROUP <= self.opened:
                 del self._open_members[group]
-                await self.ledger.log((Kind.CLOSE, [group, "ready"]))
+                await self.ledger.write_records((RecordKind.CLOSE, [group, "ready"]))
                 if not greedy:
-                    await self.ledger.forget(group)
+                    await self.ledger.forget_group(group)
 
     async def _begin(self, t: Trajectory, prompt: list[int]) -> None:
-        t.begin(prompt)
+        t.set_prompt(prompt)
         head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
-        await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
+        await self.ledger.write_records((RecordKind.OPEN, head), groups=(t.group,))
 
-    async def with_tools(self, stay: Stay) -> None:
+    async def with_tools(self, stay: Assignment) -> None:
         t, plan = stay.trajectory, self.traffic.plan()
         await self._begin(t, plan.prompt.tolist())
         while True:
             finish = await stay.generate(MAX_TOKENS)
-            text = self.traffic.text(len(t.turn))
-            t.open_turn = Turn(text, len(t.turn))
-            self.ledger.defer(Kind.TURN, [t.id, text], t.group)
-            if finish is Finish.LENGTH or len(t.past_turns) + 1 >= plan.turns:
+            text = self.traffic.text(len(t.turn_tokens))
+            t.open_turn = Turn(text, len(t.turn_tokens))
+            self.ledger.defer_record(RecordKind.TURN, [t.id, text], t.group)
+            if finish is FinishReason.LENGTH or len(t.past_turns) + 1 >= plan.turns:
                 return
             await self.mesh.clock.sleep(self.traffic.tool_s())
             r = t.open_turn
-            r.tool, r.input, r.value, r.answered = "search", {"query": text[:40]}, text[:80], True
-            record = (Kind.TOOL, [t.id, r.tool, r.input, r.value])
-            await self.ledger.log(record, groups=(t.group,))
-            self.router.returned(stay)
+            r.tool_name, r.tool_input, r.tool_value, r.has_tool_value = (
+                "search",
+                {"query": text[:40]},
+                text[:80],
+                True,
+            )
+            record = (RecordKind.TOOL, [t.id, r.tool_name, r.tool_input, r.tool_value])
+            await self.ledger.write_records(record, groups=(t.group,))
+            self.router.on_tool_return(stay)
             value = self.traffic.answer()
             if t.length + len(value) >= MAX_TOKENS:
                 return
-            self.ledger.defer(Kind.APPEND, [t.id, value], t.group)
-            t.appended(value)
+            self.ledger.defer_record(RecordKind.APPEND, [t.id, value], t.group)
+            t.append(value)
 
-    async def greedy(self, stay: Stay, number: int) -> None:
+    async def greedy(self, stay: Assignment, number: int) -> None:
         t = stay.trajectory
         t.temperature = 0.0
         await self._begin(t, greedy_prompt(number).tolist())
@@ -176,7 +186,7 @@ async def opened(chosen: argparse.Namespace) -> Shard:
     mesh = await Mesh.open("rollout/job/0", "rollout", settings)
     config = JobConfig(name=JOB)
     data = JobData(JOB, config, Path(settings.run_root), Path(settings.run_root) / "run")
-    await jobs.submit(mesh.state, JOB, config.document(), str(data.run_dir), "submit")
+    await jobs.submit(mesh.state, JOB, config.to_document(), str(data.run_dir), "submit")
     await mesh.join(None)
     shard = Shard(mesh, data, [] if chosen.kind == "greedy" else [STOP], chosen.kind == "greedy")
     await shard.ledger.take_over(lambda group, member: 0)
@@ -244,22 +254,22 @@ async def greedy(shard: Shard, seconds: float, out: Path) -> dict[str, Any]:
     until = time.monotonic() + REST_S
     while shard.ended < shard.opened and time.monotonic() < until:
         await asyncio.sleep(0.1)
-    await shard.ledger.log()
+    await shard.ledger.write_records()
     shard.written.save(out / "written.npy")
-    restored = Restored()
-    for record in read(shard.ledger.directory):
-        restored.apply(record, lambda group, member: 0)
-    ids = [trajectory_id(*divmod(n, GROUP)) for n in range(shard.opened)]
+    restored = RestoredGroups()
+    for record in iter_records(shard.ledger.directory):
+        restored.apply_record(record, lambda group, member: 0)
+    ids = [make_trajectory_id(*divmod(n, GROUP)) for n in range(shard.opened)]
     whole = [restored.trajectories[i] for i in ids if i in restored.trajectories]
-    finished = [t for t in whole if t.ending is not None]
+    finished = [t for t in whole if t.outcome is not None]
     outputs: dict[str, Any] = {str(t.id): t.tokens for t in finished}
     np.savez(out / "outputs.npz", **outputs)
     return {
         "opened": shard.opened,
-        "finished": sum(t.ending is not None and not t.ending.error for t in whole),
+        "finished": sum(t.outcome is not None and not t.outcome.error for t in whole),
         "failed": shard.failed,
         "in_flight": shard.opened - shard.ended,
-        "continued": shard.router.continued,
+        "continued": shard.router.continued_trajectories,
     }
 
 
@@ -304,7 +314,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     chosen = parser.parse_args()
-    run(lambda: serve(chosen))
+    run_service(lambda: serve(chosen))
 
 
 if __name__ == "__main__":

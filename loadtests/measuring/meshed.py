@@ -19,19 +19,19 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import PLAIN, Spawning
+from meshrl.common.mesh.process.spawning import DEFAULT_OPTIONS, SpawnOptions
 from meshrl.common.mesh.runtime.calls.actor import Actor
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.mesh.runtime.seams import Seams, Terms
-from meshrl.common.mesh.transport.keys import Keys, ProcessKeys
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.keys import ProcessKeys, TransportKeys
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.embedded import command
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import prepare_server
+from meshrl.sim.redis.simulated_state import open_simulated_state
 
 START_S = 120.0  # native code may have to be compiled
 STOP_S = 20.0
@@ -47,11 +47,11 @@ def own_keys(others: Sequence[str] = ()) -> ProcessKeys:
         return [(f"{ROLE}@here",) if key in known else () for key in asked]
 
     keys = ProcessKeys(whose, SystemClock().monotonic)
-    known = frozenset([*others, keys.public])
+    known = frozenset([*others, keys.public_key_text])
     return keys
 
 
-def unrenewed(name: str, keys: Keys | None = None) -> Mesh:
+def unrenewed(name: str, keys: TransportKeys | None = None) -> Mesh:
     """With a Redis of its own in this process: `knows` tells it of others. Without keys anybody
     may connect.
     """
@@ -59,27 +59,27 @@ def unrenewed(name: str, keys: Keys | None = None) -> Mesh:
     return Mesh(
         name,
         ROLE,
-        Seams(
-            state=simulated_state(clock),
+        MeshDependencies(
+            state=open_simulated_state(clock),
             transport=ZmqTransport(keys=keys),
             clock=clock,
-            random=Random.system(),
+            random=Random.from_os_entropy(),
             host=SystemHost(),
         ),
-        terms=Terms(ttl_s=FOREVER_S, renew_s=FOREVER_S / 2),
+        terms=LeaseTerms(ttl_s=FOREVER_S, renew_interval_s=FOREVER_S / 2),
     )
 
 
 async def knows(mesh: Mesh, name: str, address: str, incarnation: str) -> None:
     """Puts another process into the mesh's registry."""
-    entry = registry.Entry(name, ROLE, address=address, incarnation=incarnation)
+    entry = registry.RegistryEntry(name, ROLE, address=address, incarnation=incarnation)
     await registry.register(mesh.state, entry, int(FOREVER_S * 1000))
 
 
 @contextlib.contextmanager
 def redis(directory: Path) -> Iterator[str]:
     """Serve Redis until the end of the block; yield its URL once it listens."""
-    server = command(directory / "redis")
+    server = prepare_server(directory / "redis")
     with subprocess.Popen(server.argv, stdout=subprocess.DEVNULL) as process:
         try:
             until = time.monotonic() + START_S
@@ -99,13 +99,18 @@ def _listens(path: Path) -> bool:
 
 @contextlib.asynccontextmanager
 async def own_nursery(
-    host: SystemHost, folder: Path, name: str, *modules: str, how: Spawning = PLAIN, **environ: str
+    host: SystemHost,
+    folder: Path,
+    name: str,
+    *modules: str,
+    how: SpawnOptions = DEFAULT_OPTIONS,
+    **environ: str,
 ) -> AsyncIterator[tuple[str, SystemChild]]:
     """Yield the socket and the process of a nursery that has imported some modules."""
     socket = folder / name
-    argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.nursery", str(socket)]
-    environ[NURSERY_ENV] = OFF
-    child = host.spawn([*argv, *modules], name="nursery", env=environ, how=how)
+    argv = [sys.executable, "-m", "meshrl.common.mesh.process.forking.fork_server", str(socket)]
+    environ[FORK_SERVER_ENV] = FORK_SERVER_OFF
+    child = host.spawn([*argv, *modules], name="nursery", env=environ, options=how)
     try:
         async with asyncio.timeout(START_S):
             while not socket.exists():
@@ -145,7 +150,7 @@ class Members:
         """Wait until all are registered; RuntimeError with the end of one's log."""
         until = time.monotonic() + START_S
         while True:
-            alive = {e.name for e in await registry.entries(mesh.state, kind) if e.alive}
+            alive = {e.name for e in await registry.list_entries(mesh.state, kind) if e.alive}
             if alive >= self.running.keys():
                 return
             dead = [name for name, process in self.running.items() if process.poll() is not None]
@@ -175,20 +180,20 @@ class Members:
 
 
 @contextlib.asynccontextmanager
-async def opened(url: str, connect_s: float) -> AsyncIterator[State]:
+async def opened(url: str, connect_s: float) -> AsyncIterator[StateClient]:
     """Yield the state of a mesh, connected until the end of the block."""
-    state = await State.open(url, connect_s=connect_s)
+    state = await StateClient.open(url, connect_timeout_s=connect_s)
     try:
         yield state
     finally:
         await state.close()
 
 
-async def living(url: str, connect_s: float = 5.0) -> list[registry.Entry]:
+async def living(url: str, connect_s: float = 5.0) -> list[registry.RegistryEntry]:
     """Return the registered processes with a lease; none while Redis does not answer."""
     with contextlib.suppress(MeshError):
         async with opened(url, connect_s) as state:
-            return [entry for entry in await registry.entries(state) if entry.alive]
+            return [entry for entry in await registry.list_entries(state) if entry.alive]
     return []
 
 

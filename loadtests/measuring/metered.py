@@ -19,8 +19,8 @@ import psutil
 from loadtests.measuring.meshed import opened
 from loadtests.measuring.processes import environment
 from meshrl.common.state import events, jobs
-from meshrl.common.state.redis.client import State
-from meshrl.view.recording.recorded import read_events
+from meshrl.common.state.redis.client import StateClient
+from meshrl.view.recording.run_record import read_events
 
 LOOK_S = 0.02  # how soon a commit is seen; a step takes half a second or more
 START_S = 120.0  # until Redis is there; native code may have to be compiled before
@@ -103,11 +103,11 @@ def kind_of(process: psutil.Process) -> str:
     """engine, trainer, rollout, environment, sandbox, ... by what it runs."""
     line = " ".join(process.cmdline())
     for mark, kind in (
-        ("meshrl.common.mesh.process.forking.nursery", NURSERY),
+        ("meshrl.common.mesh.process.forking.fork_server", NURSERY),
         ("meshrl.services.engine", "engine"),
         ("meshrl.services.trainer", "trainer"),
         ("meshrl.services.environment", "environment"),
-        ("environment/verifying/boot.py", "environment"),
+        ("environment/verifiers_environment/boot.py", "environment"),
         ("meshrl.services.rollout", "rollout"),
         ("meshrl.services.sandbox", "sandbox"),
         ("meshrl.services.planner", "planner"),
@@ -136,7 +136,7 @@ class Measured:
 
 
 @contextlib.asynccontextmanager
-async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[State, Meter]]:
+async def started(job: Path, out: Path, *changes: str) -> AsyncIterator[tuple[StateClient, Meter]]:
     """Runs the job until the end of the block; its Redis, and a meter on all its processes."""
     command = [sys.executable, "-m", "meshrl", "run", str(job)]
     for change in changes:
@@ -170,7 +170,7 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
     async with started(job, out, *changes) as (state, meter), asyncio.timeout(RUN_S):
         version = -1
         while version < until:
-            row = next(iter(await jobs.jobs(state)), None)
+            row = next(iter(await jobs.read_jobs(state)), None)
             if row is not None and row.version > version:
                 version = row.version
                 measured.readings[version] = meter.reading(roles=True)
@@ -181,11 +181,11 @@ async def run_job(job: Path, out: Path, until: int, *changes: str) -> Measured:
     return measured
 
 
-async def all_events(state: State, run_dir: Path) -> list[events.Event]:
+async def all_events(state: StateClient, run_dir: Path) -> list[events.Event]:
     recorded = read_events(run_dir)
     return recorded + await events.read_all(state, recorded[-1].id if recorded else "0")
 
 
-async def steps_of(state: State, run_dir: Path) -> list[dict[str, Any]]:
+async def steps_of(state: StateClient, run_dir: Path) -> list[dict[str, Any]]:
     found = await all_events(state, run_dir)
     return [e.fields["metrics"] for e in found if e.kind == "step"]

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import ratio, spread
-from meshrl.common.api.ranks import Meeting
-from meshrl.common.weights.ways.meeting import listen, place_of
+from meshrl.common.api.ranks import Rendezvous
+from meshrl.common.weights.transports.rendezvous import format_rendezvous_url, open_listener
 from meshrl.services.trainer.ranks.rank import join_group, leave_group
 
 WITHIN_S = 60.0
@@ -46,11 +46,13 @@ def rank(number: int, ranks: int, directory: Path, doors: dict[Turn, socket.sock
     took = []
     for turn, door in doors.items():
         store = turn[1] == "store"
-        where = place_of(door, "word") if store else str(directory / f"meeting{turn[0]}")
+        where = (
+            format_rendezvous_url(door, "word") if store else str(directory / f"meeting{turn[0]}")
+        )
         together(barrier, ranks, turn)
         began = time.perf_counter()
         served = door if store and number == 0 else None
-        join_group(Meeting(1, where, WITHIN_S), number, ranks, "cpu", "lo", served)
+        join_group(Rendezvous(1, where, WITHIN_S), number, ranks, "cpu", "lo", served)
         took.append(time.perf_counter() - began)
         leave_group()
     return took
@@ -69,7 +71,7 @@ def main() -> None:
     parser = options(__doc__, ranks=2, pairs=9)
     chosen = parser.parse_args()
     order = turns(chosen.pairs)
-    doors = {turn: listen("127.0.0.1", range(1)) for turn in order}
+    doors = {turn: open_listener("127.0.0.1", range(1)) for turn in order}
     with tempfile.TemporaryDirectory() as directory:
         took, *_ = forked(
             chosen.ranks, lambda number: rank(number, chosen.ranks, Path(directory), doors)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.hf_writer import save_model
 from meshrl.common.model.network.decoder import Decoder
 
 POSITIONS = 256

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from loadtests.models.drawn import CLASSES, VOCABULARY, drawn
 from meshrl.common.base.errors import MeshError
-from meshrl.common.generation.builtin.build import build
-from meshrl.common.generation.contract import Request
+from meshrl.common.generation.builtin.engine_builder import build_engine
+from meshrl.common.generation.engine_contract import GenerationRequest
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.kernels.ops.varlen import VarlenAttention
-from meshrl.services.trainer.models.forward import fuse
+from meshrl.services.trainer.models.forward import fuse_pointwise
 
 TOLERANCE = 1e-4  # nats
 SHORT, LONG = 96, 2048  # tokens
@@ -155,14 +155,14 @@ def reference(theirs: Any, tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def trained(model: Decoder, tokens: Tensor) -> Tensor:
-    fuse(model)
+    fuse_pointwise(model)
     n, other = len(tokens), tokens[: len(tokens) // 3]
     attention = VarlenAttention(
         np.array([0, n, n + len(other)], np.int32), n + len(other), torch.device("cpu")
     )
     positions = torch.cat((torch.arange(n), torch.arange(len(other))))
     hidden = model(torch.cat((tokens, other)), positions, attention)[: n - 1]
-    return model.logits(hidden).float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return model.compute_logits(hidden).float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
 def engine(
@@ -170,13 +170,13 @@ def engine(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Sequences, and log-probabilities of the last tokens of each: of known and of sampled ones."""
     device = "cuda" if path == "graphs" and torch.cuda.is_available() else "cpu"
-    made = build(config, 2, length, path=path, device=device)
+    made = build_engine(config, 2, length, backend=path, device=device)
     made.wake(model.state_dict(), 0)
     yield tokens, torch.from_numpy(made.score(tokens.numpy().astype(np.int32)))
     prompt = tokens.numpy().astype(np.int32)
     # Another request beside it, so that a batch has rows of two lengths.
-    made.submit([Request(1, prompt, SAMPLED, 1.0, (), 7, -1)])
-    made.submit([Request(2, prompt[: len(prompt) // 2], SAMPLED, 1.0, (), 8, -1)])
+    made.submit([GenerationRequest(1, prompt, SAMPLED, 1.0, (), 7, -1)])
+    made.submit([GenerationRequest(2, prompt[: len(prompt) // 2], SAMPLED, 1.0, (), 8, -1)])
     heard: dict[int, tuple[list[int], list[float]]] = {1: ([], []), 2: ([], [])}
     while made.step():
         _hear(made, heard)

@@ -20,7 +20,7 @@ import psutil
 from loadtests.measuring.commands import COMMAND_S, meshrl
 from loadtests.measuring.meshed import living
 from loadtests.measuring.processes import beside
-from meshrl.directory.places import MeshPlace, running_launcher
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PORTS = 40  # of a host: a head with a few jobs takes thirty
@@ -99,7 +99,7 @@ async def _process_stopped(pid: int) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _host_killed(mesh: WatchedMesh) -> AsyncIterator[None]:
-    send(running_launcher(mesh.host), signal.SIGKILL)
+    send(find_root_pid(mesh.host), signal.SIGKILL)
     try:
         yield
     finally:
@@ -123,7 +123,7 @@ class WatchedMesh:
     """The two hosts. `health`: where each answers as a whole, the head's first."""
 
     def __init__(self, folder: Path) -> None:
-        self.head, self.host = MeshPlace(folder / "head"), MeshPlace(folder / "host")
+        self.head, self.host = MeshPaths(folder / "head"), MeshPaths(folder / "host")
         self.health = [f"127.0.0.1:{port}" for port in free_ports(2)]
         self.mounted = False
         self.job = folder / "job" / "job.toml"
@@ -180,7 +180,7 @@ class WatchedMesh:
 
     def redis(self) -> int:
         for process in psutil.process_iter(["pid", "name", "cwd"]):
-            if process.info["cwd"] == str(self.head.redis.resolve()):
+            if process.info["cwd"] == str(self.head.redis_directory.resolve()):
                 return int(process.info["pid"])
         raise RuntimeError("the head has no Redis")
 
@@ -255,7 +255,7 @@ SCENES = (
     Scene(
         ("MeshHeadDown",),
         "the head's root process is stopped",
-        lambda mesh: _process_stopped(running_launcher(mesh.head)),
+        lambda mesh: _process_stopped(find_root_pid(mesh.head)),
     ),
     Scene(("MeshHostAway", "MeshHostDown"), "a host's root process is killed", _host_killed),
     Scene(("MeshDiskNearlyFull", "MeshDiskFull"), "a host's volume is filled", _disk_filled, True),

@@ -29,10 +29,10 @@ from loadtests.measuring.models import drawn, shape, submission
 from loadtests.measuring.models import serve as serving
 from loadtests.measuring.processes import served
 from loadtests.measuring.rounds import rotated
-from meshrl.common.api.engine import Attach, CacheMove, CacheMoved, Engine
-from meshrl.common.generation.builtin.build import build
+from meshrl.common.api.engine import AttachStream, CacheMove, CacheMoveResult, Engine
+from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.services.engine.kv import moves as cache_moves
+from meshrl.services.engine.kv import cache_moves as cache_moves
 
 SOURCE, TARGET, SHARD = "engine/source", "engine/target", "rollout/job/0"
 SLOTS, LENGTH = 4, 8448
@@ -43,12 +43,12 @@ MODEL = shape(256, 16, 512, 512, (8, 8), head_dim=64, max_positions=LENGTH)
 
 async def serve(name: str, source: list[str]) -> None:
     mesh = unrenewed(name)
-    cache_moves.AHEAD_BYTES = LENGTH * 65536  # what is moved before its turn lies there whole
-    engine = build(MODEL, SLOTS, LENGTH, kv_tokens=LENGTH + 512)
+    cache_moves.MAX_UNREAD_BYTES = LENGTH * 65536  # what is moved before its turn lies there whole
+    engine = build_engine(MODEL, SLOTS, LENGTH, kv_cache_tokens=LENGTH + 512)
     service = await serving(mesh, engine)
     if source:
         await knows(mesh, SOURCE, *source)
-    await service.weights.swap(drawn(MODEL), 0, "manifest")
+    await service.weights.update_weights(drawn(MODEL), 0, "manifest")
     print(mesh.transport.address, mesh.incarnation, flush=True)
     await asyncio.sleep(FOREVER_S)
 
@@ -62,10 +62,12 @@ class Shard:
         self._listeners = [asyncio.create_task(self._listen(name)) for name in (SOURCE, TARGET)]
 
     async def _listen(self, name: str) -> None:
-        attach = Attach(SHARD, self.mesh.incarnation)
+        attach = AttachStream(SHARD, self.mesh.incarnation)
         async for flush in self.mesh.ref(name).stream(Engine.attach, attach):
             self.attached[name].set()  # the first flush comes at once, and is empty
-            for request, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
+            for request, finish in zip(
+                flush.request_ids.tolist(), flush.finish_reasons.tolist(), strict=True
+            ):
                 if finish:
                     self._over[request].set_result(None)
 
@@ -85,8 +87,10 @@ class Shard:
         await self._over[self._turns]
         return time.perf_counter() - began
 
-    async def move(self, session: int) -> CacheMoved:
-        return await self.mesh.ref(TARGET).call(Engine.move, CacheMove(SHARD, session, SOURCE))
+    async def move(self, session: int) -> CacheMoveResult:
+        return await self.mesh.ref(TARGET).call(
+            Engine.move_cache, CacheMove(SHARD, session, SOURCE)
+        )
 
     async def pings(self, until: asyncio.Future[Any]) -> list[float]:
         took = []
@@ -140,7 +144,7 @@ async def _arm(
 async def _going_on(shard: Shard, arm: str, session: int, context: list[int]) -> None:
     if arm == "move":
         moved = await shard.move(session)
-        assert moved.adopted, moved
+        assert moved.is_complete, moved
     elif arm == "both":
         moving = asyncio.ensure_future(shard.move(session))
         await asyncio.sleep(0)  # as a shard's stay does

@@ -23,10 +23,10 @@ from loadtests.measuring.metered import Meter, all_events, started
 from loadtests.plain.loop import Job, run_plain, warmed_up
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.state import jobs
-from meshrl.common.state.redis.client import State
-from meshrl.job import bundle, jobfile
-from meshrl.services.trainer.initial import warm_start
-from meshrl.services.trainer.initial.beginning import cache_key, sources
+from meshrl.common.state.redis.client import StateClient
+from meshrl.job import bundle, job_reader
+from meshrl.services.trainer.initialization import warm_start
+from meshrl.services.trainer.initialization.initial_weights import build_cache_key, read_sources
 
 LOOK_S = 0.05
 RUN_S = 900.0
@@ -65,11 +65,11 @@ async def run_mesh(
     chosen: argparse.Namespace, scratch: Path, cache: Path, state: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     out = scratch / "run"
-    config, base = jobfile.load(chosen.job, [f"seed={chosen.seed}", *chosen.set])
-    _, document = bundle.pack(config, base, scratch / "probe")
-    data = JobData.of(config.name, document, "")
-    path = warm_start.cache_path(str(cache), cache_key(data), sources(data))
-    warm_start.save(path, state)
+    config, base = job_reader.load_config(chosen.job, [f"seed={chosen.seed}", *chosen.set])
+    _, document = bundle.pack_bundle(config, base, scratch / "probe")
+    data = JobData.from_document(config.name, document, "")
+    path = warm_start.build_cache_path(str(cache), build_cache_key(data), read_sources(data))
+    warm_start.save_weights(path, state)
     changes = {
         "out": str(out),
         "seed": chosen.seed,
@@ -85,15 +85,15 @@ async def run_mesh(
             return await measure(store, out, meter)
 
 
-async def measure(state: State, out: Path, meter: Meter) -> dict[str, Any]:
+async def measure(state: StateClient, out: Path, meter: Meter) -> dict[str, Any]:
     """Read the meter at the first admission and at the last commit."""
     first: dict[str, float] | None = None
     while True:
         meter.look()
-        row = next(iter(await jobs.jobs(state)), None)
+        row = next(iter(await jobs.read_jobs(state)), None)
         if row is not None and row.opened and first is None:
             first = meter.reading(roles=False)
-        if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.ENDED):
+        if row is not None and row.phase in (jobs.Phase.EVALUATION, *jobs.TERMINAL_PHASES):
             break
         await asyncio.sleep(LOOK_S)
     last = meter.reading(roles=True)

@@ -10,9 +10,9 @@ import random
 from pathlib import Path
 from statistics import NormalDist
 
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
-from meshrl.sim.mesh.job.job import CHARACTERS
-from meshrl.sim.mesh.job.workload import AHEAD, PacedWorkload
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
+from meshrl.sim.mesh.job.emulated_workload import EXTRA_STEPS, EmulatedWorkload
+from meshrl.sim.mesh.job.job_setup import CHARACTERS
 
 PROMPT = 2  # tokens of a row's
 ENGINE_SLOTS = 256
@@ -42,12 +42,12 @@ class Graded:
 JOB = Path(__file__).with_name("paced.toml.template")
 
 
-def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
+def write(folder: Path, job: EmulatedWorkload, seed: int, most: int) -> Path:
     """Write the job file of a workload of one turn, with all that it names."""
     folder.mkdir(parents=True)
     (folder / "graded.py").write_text(MODULE)
-    character_tokenizer(CHARACTERS, str(folder / "tokenizer.json"))
-    job.write(folder)
+    build_character_tokenizer(CHARACTERS, str(folder / "tokenizer.json"))
+    job.write_rows(folder)
     rows = [json.dumps({"prompt": "?", "tool_s": 0.0, "alike": False})]
     (folder / "held_out.jsonl").write_text("\n".join(rows))
     path = folder / "job.toml"
@@ -55,16 +55,16 @@ def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
         JOB.read_text().format(
             seed=seed,
             workers=job.workers,
-            threads=AHEAD * job.groups_per_step * job.group_size,
+            threads=EXTRA_STEPS * job.groups_per_step * job.group_size,
             slots=ENGINE_SLOTS,
             max_tokens=PROMPT + most,
-            decode=job.decode,
+            decode=job.engine_speed,
             lengths=lengths(job, seed, most),
             group_size=job.group_size,
             groups_per_step=job.groups_per_step,
-            filters=str(job.alike.last > 0).lower(),
+            filters=str(job.equal_reward_share.final > 0).lower(),
             bin_tokens=max(PROMPT + most, job.bin_tokens),
-            training=job.training,
+            training=job.training_speed,
             checkpoint_every=max(8, job.steps),
             steps=job.steps,
         )
@@ -72,7 +72,7 @@ def write(folder: Path, job: PacedWorkload, seed: int, most: int) -> Path:
     return path
 
 
-def lengths(job: PacedWorkload, seed: int, most: int) -> list[int]:
+def lengths(job: EmulatedWorkload, seed: int, most: int) -> list[int]:
     """Tokens of each trajectory's completion, in the order in which groups are opened: of every
     step the same quantiles of its lognormal, in an order of their own, so that no draw is lucky.
     """
@@ -80,9 +80,9 @@ def lengths(job: PacedWorkload, seed: int, most: int) -> list[int]:
     batch = job.groups_per_step * job.group_size
     normals = [NormalDist().inv_cdf((i + 0.5) / batch) for i in range(batch)]
     found: list[int] = []
-    for step in range(job.steps + AHEAD):
-        share = job.share(step)
-        median, sigma = job.median.at(share), job.sigma.at(share)
+    for step in range(job.steps + EXTRA_STEPS):
+        share = job.compute_progress(step)
+        median, sigma = job.median_tokens.get_value(share), job.log_sigma.get_value(share)
         drawn = [round(median * math.exp(sigma * z)) for z in normals]
         found += rng.sample([min(most, max(1, n)) for n in drawn], batch)
     return found

@@ -23,9 +23,9 @@ from loadtests.regret.figures import judgement
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import registry
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store.explained import PLANNED
-from meshrl.sim.mesh.job.workload import PacedWorkload
-from meshrl.sim.mesh.paced import rl_s
+from meshrl.common.state.pool.store.planner_reports import SPEEDUP_RULES
+from meshrl.sim.mesh.emulated_run import compute_rl_s
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 JOB = "paced"
 PLANNER = "planner"  # kind of the processes that decide
@@ -67,7 +67,7 @@ class Arm:
 
 
 async def run(
-    name: str, job: PacedWorkload, seed: int, most: int, kill_every_s: float = 0.0
+    name: str, job: EmulatedWorkload, seed: int, most: int, kill_every_s: float = 0.0
 ) -> Arm:
     """Run the job on a mesh of its workers, and kill an engine process every so often if asked."""
     arm = Arm(name)
@@ -75,7 +75,7 @@ async def run(
         folder = Path(made)
         path = write(folder / "job", job, seed, most)
         async with mesh_up(folder, job.workers) as mesh:
-            handle = await mesh.submit(path, JOB, *job.overrides())
+            handle = await mesh.submit(path, JOB, *job.format_overrides())
             async with beside(_kill(mesh, arm, kill_every_s, seed)):
                 await mesh.finished(handle)
             take(arm, await mesh.events())
@@ -88,10 +88,10 @@ async def run(
 def take(arm: Arm, events: Sequence[Event]) -> None:
     commits = [event for event in events if event.kind == "step"]
     arm.steps = [event.fields["metrics"] for event in commits]
-    arm.rl_s = rl_s(events)
+    arm.rl_s = compute_rl_s(events)
     for event in events:
         policy = event.fields.get("policy")
-        if event.kind == "move" and policy in PLANNED:
+        if event.kind == "move" and policy in SPEEDUP_RULES:
             arm.moves.append(event.fields)
         elif event.kind == "move" and policy == "unpaid":
             arm.undone.append(event.fields)
@@ -105,7 +105,7 @@ async def _kill(mesh: RunningMesh, arm: Arm, every_s: float, seed: int) -> None:
     while every_s:
         await asyncio.sleep(every_s)
         with contextlib.suppress(MeshError, ProcessLookupError):
-            entries = await registry.entries(mesh.state, "engine")
+            entries = await registry.list_entries(mesh.state, "engine")
             if alive := sorted(entry.pid for entry in entries if entry.alive):
                 os.kill(rng.choice(alive), signal.SIGKILL)
                 arm.killed += 1

@@ -20,15 +20,15 @@ from torch.nn.functional import cross_entropy
 from loadtests.measuring.entry import flat
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.kernels.cost import BinCost
-from meshrl.kernels.packing import Round, RoundPacker, makespan, pack_rounds
-from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
-from meshrl.services.trainer.models.forward import forward, fuse
+from meshrl.kernels.bin_cost import BinCost
+from meshrl.kernels.packing import Round, RoundPacker, compute_makespan, pack_rounds
+from meshrl.services.trainer.bins.packing import Bin, TrainingSequence, make_bins
+from meshrl.services.trainer.models.forward import fuse_pointwise, run_forward
 from tests.attention import causal_attention
 
 JOB = Path(__file__).parents[2] / "examples" / "calculator.toml"
 SEQUENCES, BUDGET, MEDIAN, LONGEST = 4096, 32_768, 1000.0, 16_384
-COST = BinCost(token=1.0, square=1 / 32_768, bin=0.01 * BUDGET)
+COST = BinCost(per_token=1.0, per_square=1 / 32_768, per_bin=0.01 * BUDGET)
 RANKS = (1, 2, 4, 8)
 GROUP = 16
 SIGMA = 1.0  # of the logarithm of lengths of plans
@@ -88,7 +88,7 @@ def karmarkar_karp(lengths: Lengths, budget: int, ranks: int, cost: BinCost) -> 
     """The largest differencing method (Karmarkar, Karp 1982) on costs, of as few bins as that fits;
     bins of similar cost share a round. verl balances its micro-batches so.
     """
-    costs = [cost.sequence(length) for length in lengths]
+    costs = [cost.estimate_sequence(length) for length in lengths]
     bins = _fewest(partial(_differenced, costs), lengths, budget, ranks)
     bins.sort(key=lambda bin: -sum(costs[i] for i in bin))
     return _rounds(bins, ranks)
@@ -166,13 +166,13 @@ def plans(seed: int, sequences: int = SEQUENCES) -> dict[str, Any]:
     for ranks in RANKS:
         plan = partial(pack_rounds, lengths, BUDGET, ranks, COST)
         ours = plan()
-        takes = makespan(ours, lengths, COST)
+        takes = compute_makespan(ours, lengths, COST)
         others = {name: peer(lengths, BUDGET, ranks, COST) for name, peer in PEERS.items()}
         spans = {name: lockstep(name, rounds, lengths) for name, rounds in others.items()}
         ratios.append(takes / min(spans.values()))
-        streams.append(makespan(streamed(lengths, ranks), lengths, COST) / takes)
+        streams.append(compute_makespan(streamed(lengths, ranks), lengths, COST) / takes)
         times.append(1e3 * median(timed(plan) for _ in "abc"))
-        level = sum(map(COST.sequence, lengths)) / ranks
+        level = sum(map(COST.estimate_sequence, lengths)) / ranks
         found[f"makespan_{ranks}"] = {
             name: round(span / level, 4) for name, span in {"ours": takes, **spans}.items()
         }
@@ -190,7 +190,9 @@ def plans(seed: int, sequences: int = SEQUENCES) -> dict[str, Any]:
 def streamed(lengths: list[int], ranks: int) -> list[Round]:
     packer = RoundPacker(BUDGET, ranks, COST)
     rounds = [
-        one for i in range(0, len(lengths), GROUP) for one in packer.add(lengths[i : i + GROUP])
+        one
+        for i in range(0, len(lengths), GROUP)
+        for one in packer.add_sequences(lengths[i : i + GROUP])
     ]
     return rounds + packer.flush()
 
@@ -198,10 +200,10 @@ def streamed(lengths: list[int], ranks: int) -> list[Round]:
 def lockstep(name: str, rounds: list[Round], lengths: list[int]) -> float:
     """Padded sequences cost what the longest of their batch costs."""
     if name != "padding":
-        return makespan(rounds, lengths, COST)
+        return compute_makespan(rounds, lengths, COST)
     longest = [max((lengths[i] for bin in one for i in bin), default=0) for one in rounds]
     most = [max(map(len, one)) for one in rounds]
-    return sum(COST.of([n] * count) for n, count in zip(longest, most, strict=True))
+    return sum(COST.estimate_bin([n] * count) for n, count in zip(longest, most, strict=True))
 
 
 def fill(name: str, rounds: list[Round], lengths: list[int]) -> float:
@@ -234,7 +236,7 @@ def passes(rounds: int, seed: int, trained: int = TRAINED) -> dict[str, Any]:
         times["packed"].append(timed(lambda: packed_step(model, bins)))
         times["padded"].append(timed(lambda: padded_step(model, batches)))
     speedup = median(b / a for a, b in zip(times["packed"], times["padded"], strict=True))
-    real = sum(s.places for s in sequences)
+    real = sum(s.position_count for s in sequences)
     bound = sum(batch.tokens.numel() for batch in batches) / real
     return {
         "packed_speedup": round(speedup, 3),
@@ -249,11 +251,11 @@ def example_model() -> Decoder:
     config = tomllib.loads(JOB.read_text())["model"]["config"]
     model = Decoder(ModelConfig.from_hf(config))
     model.initialise(torch.Generator().manual_seed(0))
-    fuse(model)  # for padded passes too
+    fuse_pointwise(model)  # for padded passes too
     return model
 
 
-def trajectories(seed: int, count: int) -> list[Sequence]:
+def trajectories(seed: int, count: int) -> list[TrainingSequence]:
     random = np.random.default_rng(seed)
     made = []
     for length in lognormal(
@@ -261,10 +263,10 @@ def trajectories(seed: int, count: int) -> list[Sequence]:
     ):
         mask = np.arange(length) >= PROMPT * length
         made.append(
-            Sequence(
+            TrainingSequence(
                 tokens=random.integers(0, 64, length).astype(np.int32),
                 logprobs=np.where(mask, random.normal(-4.1, 0.1, length), 0).astype(np.float32),
-                mask=mask,
+                loss_mask=mask,
                 versions=np.where(mask, 0, -1).astype(np.int32),
                 advantages=np.array(random.normal(), np.float32),
             )
@@ -275,17 +277,20 @@ def trajectories(seed: int, count: int) -> list[Sequence]:
 class Padded:
     """A minibatch of rows, each a sequence and padding behind it."""
 
-    def __init__(self, sequences: list[Sequence]) -> None:
-        width = max(s.places for s in sequences)
+    def __init__(self, sequences: list[TrainingSequence]) -> None:
+        width = max(s.position_count for s in sequences)
         shape = len(sequences), width
         arrays = {name: np.zeros(shape, np.float32) for name in ("behaviour", "advantage")}
         tokens, targets = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
         mask = np.zeros(shape, np.bool_)
         for row, s in enumerate(sequences):
-            tokens[row, : s.places], targets[row, : s.places] = s.tokens[:-1], s.tokens[1:]
-            mask[row, : s.places] = s.mask[1:]
-            arrays["behaviour"][row, : s.places] = s.logprobs[1:]
-            arrays["advantage"][row, : s.places] = s.advantages
+            tokens[row, : s.position_count], targets[row, : s.position_count] = (
+                s.tokens[:-1],
+                s.tokens[1:],
+            )
+            mask[row, : s.position_count] = s.loss_mask[1:]
+            arrays["behaviour"][row, : s.position_count] = s.logprobs[1:]
+            arrays["advantage"][row, : s.position_count] = s.advantages
         self.tokens = torch.from_numpy(tokens)
         self.positions = torch.arange(width).expand(shape)
         self.places = torch.from_numpy(np.flatnonzero(mask))
@@ -300,7 +305,7 @@ def padded_step(model: Decoder, batches: list[Padded]) -> float:
     total = 0.0
     for batch in batches:
         hidden = model(batch.tokens, batch.positions, causal_attention)
-        logits = model.logits(hidden.flatten(0, 1).index_select(0, batch.places))
+        logits = model.compute_logits(hidden.flatten(0, 1).index_select(0, batch.places))
         logprobs = -cross_entropy(logits, batch.targets, reduction="none")
         loss = objective(logprobs, batch.behaviour, batch.advantage)
         torch.autograd.backward(loss)
@@ -312,9 +317,9 @@ def packed_step(model: Decoder, bins: list[Bin]) -> float:
     model.zero_grad()
     total = 0.0
     for bin in bins:
-        out = forward(model, bin)
-        behaviour = torch.from_numpy(bin.behaviour)[out.places]
-        advantage = torch.from_numpy(bin.advantage)[out.places]
+        out = run_forward(model, bin)
+        behaviour = torch.from_numpy(bin.behaviour)[out.loss_positions]
+        advantage = torch.from_numpy(bin.advantage)[out.loss_positions]
         loss = objective(out.logprobs, behaviour, advantage)
         torch.autograd.backward(loss)
         total += float(loss.detach())

@@ -20,12 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.job import jobfile
-from meshrl.services.trainer.algorithms import algorithm
-from meshrl.services.trainer.arithmetic.learner import Learner, add
-from meshrl.services.trainer.arithmetic.optimizers import lr_factor
-from meshrl.services.trainer.bins.packing import Sequence, make_bins
-from meshrl.services.trainer.initial.warm_start import DemonstrationLimits, pieces
+from meshrl.job import job_reader
+from meshrl.services.trainer.algorithms import get_algorithm
+from meshrl.services.trainer.bins.packing import TrainingSequence, make_bins
+from meshrl.services.trainer.initialization.warm_start import DemonstrationLimits, run_steps
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
+from meshrl.services.trainer.learner.optimizers import compute_lr_factor
 
 SLOTS = 64  # sequences that decode together: more cost this loop more, since it waits for the last
 NARROWEST = 32  # places of the cache that a step looks at, at least; widths are multiples of it
@@ -37,7 +37,7 @@ class Job:
 
     def __init__(self, path: Path, changes: Iterable[str] = ()) -> None:
         """`changes`: KEY=VALUE, as of `meshrl run --set`."""
-        self.config, _ = jobfile.load(path, list(changes))
+        self.config, _ = job_reader.load_config(path, list(changes))
         self._folder = path.parent
         sys.path.insert(0, str(path.parent))
         self.model_config = ModelConfig.from_hf(self.config.model.config)
@@ -77,7 +77,7 @@ class Slot:
 @dataclass
 class Finished:
     group: int
-    sequence: Sequence
+    sequence: TrainingSequence
     reward: float
 
 
@@ -114,7 +114,7 @@ class Generator:
 
     def _open(self, index: int, group: int, row: dict[str, Any]) -> None:
         environment = self.job.environment()
-        prompt = self.job.tokenizer.begin(environment.open(row))
+        prompt = self.job.tokenizer.encode_start(environment.open(row))
         self.sampled[index], self.logprobs[index], self.position[index] = False, 0, 0
         self.tokens[index, : len(prompt)] = prompt
         self.known[index] = len(prompt)
@@ -150,7 +150,7 @@ class Generator:
             return mixed.flatten(1, 2)
 
         tokens = torch.from_numpy(self.tokens[np.arange(self.count), self.position])
-        logprobs = self.model.logits(self.model(tokens, position, attend)).log_softmax(-1)
+        logprobs = self.model.compute_logits(self.model(tokens, position, attend)).log_softmax(-1)
         noise = torch.empty_like(logprobs).exponential_(generator=self.random).log_()
         chosen = (logprobs if self.greedy else logprobs - noise).argmax(-1, keepdim=True)
         return chosen[:, 0].numpy(), logprobs.gather(1, chosen)[:, 0].numpy()
@@ -178,7 +178,7 @@ class Generator:
             tokens = self.tokens[index, :known].astype(np.int32)
             sampled = self.sampled[index, :known].copy()
             logprobs = self.logprobs[index, :known].copy()
-            sequence = Sequence(tokens, logprobs, sampled, np.zeros(known, np.int32))
+            sequence = TrainingSequence(tokens, logprobs, sampled, np.zeros(known, np.int32))
             return Finished(slot.group, sequence, float(self.job.reward(slot.row, slot.turns)))
         self.tokens[index, known : slot.said] = reply
         self.known[index] = slot.said
@@ -195,14 +195,14 @@ def train_step(job: Job, learner: Learner, groups: list[list[Finished]], factor:
     config, used = job.config.algorithm, []
     for group in groups:
         rewards = np.array([done.reward for done in group])
-        advantages = algorithm(config.name).advantages(rewards, config)
+        advantages = get_algorithm(config.name).compute_advantages(rewards, config)
         for done, advantage in zip(group, [] if advantages is None else advantages, strict=False):
             done.sequence.advantages = np.array(advantage, np.float32)
             used.append(done.sequence)
     if used:
         bins = make_bins(used, job.config.training.bin_tokens)
-        gradient, stats = add(learner.gradient(bin) for bin in bins)
-        learner.apply(gradient, stats.tokens, factor)
+        gradient, stats = sum_gradients(learner.compute_gradient(bin) for bin in bins)
+        learner.apply_gradient(gradient, stats.tokens, factor)
     return sum(len(sequence.tokens) for sequence in used)
 
 
@@ -225,9 +225,11 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
             groups[done.group].append(done)
         members = [done for group in groups for done in group]
         rewards.append(float(np.mean([done.reward for done in members])))
-        trained += train_step(job, learner, groups, lr_factor(step, steps, job.config.optimizer))
+        trained += train_step(
+            job, learner, groups, compute_lr_factor(step, steps, job.config.optimizer)
+        )
     cpu_s = time.process_time() - begun
-    state.update(learner.weights())
+    state.update(learner.get_weights())
     return {
         "cpu_s": cpu_s,
         "cpu_s_per_step": cpu_s / steps,
@@ -239,7 +241,7 @@ def run_plain(job: Job, seed: int, steps: int, state: dict[str, Tensor]) -> dict
 def warmed_up(job: Job, seed: int) -> dict[str, Tensor]:
     learner, config = job.learner(job.model(seed)), job.config
     held_out = {row[config.dataset.prompt] for row in job.held_out}
-    for _ in pieces(
+    for _ in run_steps(
         learner,
         job.named(config.warm_start.demonstrations),
         job.tokenizer,
@@ -249,4 +251,4 @@ def warmed_up(job: Job, seed: int) -> dict[str, Tensor]:
         bin_tokens=config.training.bin_tokens,
     ):
         pass
-    return learner.weights()
+    return learner.get_weights()

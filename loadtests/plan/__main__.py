@@ -27,14 +27,18 @@ from collections.abc import Sequence
 from loadtests.layouts import brute, released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, serves_s, small
 from loadtests.measuring.entry import options, report
-from meshrl.common.hardware.profiles import declared
-from meshrl.services.planner.costs.rollout import EngineGang
-from meshrl.services.planner.costs.training import TrainingWork
+from meshrl.common.hardware.accelerators import load_accelerators
+from meshrl.services.planner.costs.rollout_costs import EngineGang
+from meshrl.services.planner.costs.training_costs import TrainingWork
 from meshrl.services.planner.layouts.allocation import NO_TRAINING, LayoutPlan, allocate
-from meshrl.services.planner.layouts.grouping import LengthGroup, groups_for, quantiles
-from meshrl.services.planner.layouts.nodes import LayoutNode
-from meshrl.services.planner.layouts.serving import GangServer, Served
-from meshrl.sim.cluster.ways import Trainable, TrainingWays
+from meshrl.services.planner.layouts.layout_nodes import LayoutNode
+from meshrl.services.planner.layouts.length_groups import (
+    LengthGroup,
+    choose_group_count,
+    group_by_quantiles,
+)
+from meshrl.services.planner.layouts.range_costs import GangServer, RangeCosts
+from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
 
 KINDS = ("A800", "H100")
 REQUESTS = 4096
@@ -55,14 +59,16 @@ def nodes_of(
 def whole_plan_s(groups: Sequence[LengthGroup], count: int, nodes: Sequence[LayoutNode]) -> float:
     """CPU-seconds of a plan from trajectories on: groups, costs, ways to train, the search."""
     began = time.process_time()
-    found = quantiles(groups, count) if count < len(groups) else groups
+    found = group_by_quantiles(groups, count) if count < len(groups) else groups
     work = TrainingWork(
         len(groups),
-        sum(group.prompts + group.generated for group in groups),
-        sum(group.longest_context**2 for group in groups),
+        sum(group.prompt_tokens + group.generated_tokens for group in groups),
+        sum(group.max_context_tokens**2 for group in groups),
     )
-    ways = TrainingWays(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
-    plan = allocate(Served(servers(QWEN_14B, KINDS), found), nodes, ways)
+    ways = TrainingCandidates(
+        QWEN_14B, work, load_accelerators(), TrainingCapabilities(worker_multiple=8)
+    ).list_candidates(nodes)
+    plan = allocate(RangeCosts(servers(QWEN_14B, KINDS), found), nodes, ways)
     if plan is None:
         raise RuntimeError("there is no plan: run tests/unit/planner/layouts")
     return time.process_time() - began
@@ -85,7 +91,7 @@ def optimality(cases: int) -> dict[str, float]:
         case = small(seed)
         ranges = case.ranges
         plan = allocate(ranges, case.nodes, case.ways, EXACT)
-        given = (ranges.kinds, ranges.groups, case.nodes, case.ways, case.cost)
+        given = (ranges.kinds, ranges.group_count, case.nodes, case.ways, case.cost)
         shortest = brute.iteration_s(*given)
         ours = plan.iteration_s if plan is not None else float("inf")
         equal.append(ours == shortest or abs(ours - shortest) <= 2 * EXACT * shortest)
@@ -101,7 +107,7 @@ def optimality(cases: int) -> dict[str, float]:
 def rollout(
     of: Sequence[GangServer], groups: Sequence[LengthGroup], nodes: Sequence[LayoutNode]
 ) -> LayoutPlan:
-    plan = allocate(Served(of, groups), nodes, [NO_TRAINING])
+    plan = allocate(RangeCosts(of, groups), nodes, [NO_TRAINING])
     if plan is None:
         raise RuntimeError("no gang has the memory: run tests/unit/planner/layouts")
     return plan
@@ -109,9 +115,9 @@ def rollout(
 
 def peers(rng: random.Random, cases: int) -> dict[str, float]:
     """Plans beside Libra's released search, and by its released formulas."""
-    gangs = [EngineGang(QWEN_14B, declared()["A800"], degree) for degree in DEGREES]
+    gangs = [EngineGang(QWEN_14B, load_accelerators()["A800"], degree) for degree in DEGREES]
     ours, theirs = (
-        [GangServer.of(gang) for gang in gangs],
+        [GangServer.from_gang(gang) for gang in gangs],
         [released.server(gang) for gang in gangs],
     )
     corrected = {gang.degree: released.server(gang, corrected=True) for gang in gangs}
@@ -130,7 +136,7 @@ def peers(rng: random.Random, cases: int) -> dict[str, float]:
         "gap_longest_first": statistics.median(longest_first),
         "decode_corrected_ratio": released.step_s(gangs[-1], *step, True)
         / released.step_s(gangs[-1], *step),
-        "capacity_corrected_ratio": gangs[-1].capacity() / released.capacity(gangs[-1]),
+        "capacity_corrected_ratio": gangs[-1].compute_kv_capacity() / released.capacity(gangs[-1]),
         "released_layouts_cost": statistics.median(formulas),
     }
 
@@ -143,8 +149,8 @@ def grouping(rng: random.Random, cases: int) -> dict[str, float]:
         groups = lengths(rng, REQUESTS, *SHAPES[index % len(SHAPES)])
         nodes = nodes_of(KINDS, 64)
         whole = rollout(of, groups, nodes).rollout_s
-        for name, count in (("", 64), ("_256", 256), ("_rule", groups_for(64))):
-            error = rollout(of, quantiles(groups, count), nodes).rollout_s / whole - 1
+        for name, count in (("", 64), ("_256", 256), ("_rule", choose_group_count(64))):
+            error = rollout(of, group_by_quantiles(groups, count), nodes).rollout_s / whole - 1
             found.setdefault(f"grouping_error{name}", []).append(error)
     return {name: statistics.median(errors) for name, errors in found.items()}
 

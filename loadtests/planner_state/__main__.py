@@ -38,18 +38,30 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams
 from meshrl.common.state import jobs, leader, registry
-from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Why
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Doing, Report, Resident, Role, Tier, WorkerRow
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    FormGang,
+    PlaceInstance,
+    Rationale,
+)
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import (
+    Instance,
+    InstancePhase,
+    InstanceReport,
+    Role,
+    Tier,
+    WorkerRow,
+)
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.common.state.redis.client import State
-from meshrl.services.node.job_services import LOOK_S as AGENT_LOOK_S
-from meshrl.services.node.worker import LOOK_S
+from meshrl.common.state.redis.client import StateClient
+from meshrl.services.node.job_services import POLL_S as AGENT_LOOK_S
+from meshrl.services.node.worker import POLL_S
 from meshrl.services.planner.planner import Planner
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 
 LEASE_MS = 3_600_000
 WORKERS_OF_HOST = 8
@@ -63,7 +75,7 @@ for _, name in ipairs(redis.call('ZRANGE', '{mesh}:entries', 0, -1)) do
 end
 return 'renewed'
 """
-WHY = Why("default", "job0", {"share": 0.5})
+WHY = Rationale("default", "job0", {"share": 0.5})
 # What an engine publishes: numbers of its work, its memory, its loop and its traffic.
 STATS = {
     "tokens": 123456789,
@@ -103,7 +115,7 @@ class Renewing(Counted):
 
 
 @contextlib.asynccontextmanager
-async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
+async def on_redis() -> AsyncIterator[tuple[StateClient, Asking, Renewing]]:
     """A State on a Redis of its own that ends with it, and what counts its commands."""
     with tempfile.TemporaryDirectory(prefix="meshrl-") as scratch, served(Path(scratch)) as url:
         common: dict[str, Any] = {"decode_responses": True, "protocol": 2}
@@ -111,9 +123,9 @@ async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
         many = redis.ConnectionPool.from_url(url, max_connections=2000, **common)
         asking = Asking(redis.asyncio.Redis.from_pool(few))
         renewing = Renewing(redis.Redis.from_pool(many))
-        state = State(url, asking, renewing)
+        state = StateClient(url, asking, renewing)
         try:
-            await state.command("PING")
+            await state.run_command("PING")
             yield state, asking, renewing
         finally:
             await state.close()
@@ -126,7 +138,7 @@ async def on_redis() -> AsyncIterator[tuple[State, Asking, Renewing]]:
 class Timer:
     """CPU time of the server by script: a loaded machine would make wall time longer."""
 
-    state: State
+    state: StateClient
     server_ms: dict[str, list[float]] = field(default_factory=dict)
 
     async def time(self, what: str, work: Coroutine[Any, Any, Any]) -> Any:
@@ -136,27 +148,27 @@ class Timer:
         return answer
 
     async def _spent_ms(self) -> float:
-        found = await self.state.command("INFO", "cpu")
+        found = await self.state.run_command("INFO", "cpu")
         used = found["used_cpu_user_main_thread"] + found["used_cpu_sys_main_thread"]
         return float(1000 * used)
 
 
-async def filled(state: State, timer: Timer, gangs: int, count: int) -> int:
+async def filled(state: StateClient, timer: Timer, gangs: int, count: int) -> int:
     """The token of the leader of a pool in which every gang of one worker has a ready engine."""
     token = await leader.campaign(state, "planner", "loadtest", LEASE_MS)
     await pool.write_settings(state, PoolSettings())
-    document = JobConfig().document()
+    document = JobConfig().to_document()
     for n in range(count):
         await jobs.submit(state, f"job{n}", {**document, "seed": n}, "/runs", f"submit{n}")
     hosts = {f"host{n // WORKERS_OF_HOST}" for n in range(gangs)}
     for host in hosts:
-        await registry.register(state, registry.Entry(f"node/{host}", "node"), LEASE_MS)
+        await registry.register(state, registry.RegistryEntry(f"node/{host}", "node"), LEASE_MS)
     tokens = []
     for n in range(gangs):
         host = f"host{n // WORKERS_OF_HOST}"
         stats = {"gang": f"g{n}", "resident": f"g{n}.0", "job": f"job{n % count}", **STATS}
         for name, kind in ((f"worker/w{n}", "worker"), (f"engine/g{n}.0", "engine")):
-            entry = registry.Entry(
+            entry = registry.RegistryEntry(
                 name,
                 kind,
                 "tcp://127.0.0.1:40000",
@@ -171,14 +183,16 @@ async def filled(state: State, timer: Timer, gangs: int, count: int) -> int:
         await pool.join_worker(state, WorkerRow(f"w{n}", host, "cpu:0", tokens[n]))
     decisions: list[Decision] = []
     for n in range(gangs):
-        decisions.append(Form(f"g{n}", (f"w{n}",), WHY))
-        decisions.append(Place(f"g{n}", Resident(f"g{n}.0", f"job{n % count}", Role.ROLLOUT), WHY))
-    for n in range(0, len(decisions), pool.CHUNK):
-        chunk = decisions[n : n + pool.CHUNK]
-        await timer.time("write", pool.write(state, token, f"fill{n}", chunk, None))
+        decisions.append(FormGang(f"g{n}", (f"w{n}",), WHY))
+        decisions.append(
+            PlaceInstance(f"g{n}", Instance(f"g{n}.0", f"job{n % count}", Role.ROLLOUT), WHY)
+        )
+    for n in range(0, len(decisions), pool.DECISIONS_PER_SCRIPT):
+        chunk = decisions[n : n + pool.DECISIONS_PER_SCRIPT]
+        await timer.time("write", pool.write_decisions(state, token, f"fill{n}", chunk, None))
     for n in range(gangs):
-        report = Report(0, 1, 1, tokens[n], Doing.READY, Tier.ACCELERATOR)
-        assert await pool.report(state, f"w{n}", f"g{n}", f"g{n}.0", report)
+        report = InstanceReport(0, 1, 1, tokens[n], InstancePhase.READY, Tier.ACCELERATOR)
+        assert await pool.report_instance(state, f"w{n}", f"g{n}", f"g{n}.0", report)
     return token
 
 
@@ -187,19 +201,19 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
         timer = Timer(state)
         token = await filled(state, timer, gangs, count)
         memory = {"missing": {f"w{n}": n for n in range(gangs // 16)}}
-        await pool.look(state, token)  # the documents of the jobs come with the first look
+        await pool.read_snapshot(state, token)  # the documents of the jobs come with the first look
         asking.longest = 0
         epoch = 1
         for n in range(repeats):
-            await state.command("EVAL", RENEW, 0)
-            found = await timer.time("snapshot", pool.look(state, token))
+            await state.run_command("EVAL", RENEW, 0)
+            found = await timer.time("snapshot", pool.read_snapshot(state, token))
             assert len(found.snapshot.gangs) == len(found.snapshot.workers) == gangs
             epoch += 1
-            wish = Resident(f"g{n % gangs}.0", "job0", Role.ROLLOUT, epoch=epoch)
-            one: list[Decision] = [Place(f"g{n % gangs}", wish, WHY)]
-            work = pool.write(state, token, f"op{n}", one, memory, found.written)
+            wish = Instance(f"g{n % gangs}.0", "job0", Role.ROLLOUT, epoch=epoch)
+            one: list[Decision] = [PlaceInstance(f"g{n % gangs}", wish, WHY)]
+            work = pool.write_decisions(state, token, f"op{n}", one, memory, found.written)
             assert await timer.time("write_one", work) == []
-        used = (await state.command("INFO", "memory"))["used_memory"]
+        used = (await state.run_command("INFO", "memory"))["used_memory"]
         spent = {f"{what}_ms": statistics.median(ms) for what, ms in timer.server_ms.items()}
         figures = {what: round(ms, 2) for what, ms in spent.items()}
         return {"answer_bytes": asking.longest, "redis_bytes": used, **figures}
@@ -209,8 +223,8 @@ async def large_pool(gangs: int, count: int, repeats: int) -> dict[str, Any]:
 
 
 class Idle:
-    def __init__(self, state: State) -> None:
-        self.state, self.clock, self.random = state, SystemClock(), Random.system()
+    def __init__(self, state: StateClient) -> None:
+        self.state, self.clock, self.random = state, SystemClock(), Random.from_os_entropy()
         self.network = MemoryNetwork(self.clock, self.random.child("network"))
         self.members: list[Mesh] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -219,7 +233,7 @@ class Idle:
         mesh = Mesh(
             name,
             name.partition("/")[0],
-            Seams(
+            MeshDependencies(
                 state=self.state,
                 transport=MemoryTransport(self.network, f"mem://{name}"),
                 clock=self.clock,
@@ -238,11 +252,11 @@ class Idle:
         await mesh.join(None)
         host = f"host{n // WORKERS_OF_HOST}"
         await pool.join_worker(self.state, WorkerRow(f"w{n}", host, "cpu:0", mesh.token))
-        self.run(self._every(LOOK_S, lambda: pool.worker_row(self.state, f"w{n}")))
+        self.run(self._every(POLL_S, lambda: pool.read_worker(self.state, f"w{n}")))
 
     async def agent(self, host: str) -> None:
         await self.member(f"node/{host}").join(None)
-        self.run(self._every(AGENT_LOOK_S, lambda: pool.services_of(self.state, host)))
+        self.run(self._every(AGENT_LOOK_S, lambda: pool.read_host_services(self.state, host)))
 
     async def planner(self, n: int) -> None:
         mesh = self.member(f"planner/{n}")

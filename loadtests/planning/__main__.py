@@ -19,11 +19,17 @@ from dataclasses import replace
 
 from loadtests.measuring.entry import options, report
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.demand.needs import Need, PlannedJob
-from meshrl.common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove
-from meshrl.common.state.pool.placing.snapshot import PoolHost, Snapshot
-from meshrl.common.state.pool.workers.rows import Doing, Gang, Report, WorkerRow
-from meshrl.services.planner.decide import decide
+from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    DissolveGang,
+    FormGang,
+    PlaceInstance,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolHost, PoolSnapshot
+from meshrl.common.state.pool.workers.rows import Gang, InstancePhase, InstanceReport, WorkerRow
+from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 
 WORKERS = (16, 256, 1024, 4096)
@@ -32,9 +38,9 @@ OF_A_HOST = 8
 NOW_MS = 1_000_000
 
 
-def pool_of(workers: int, jobs: int) -> Snapshot:
+def pool_of(workers: int, jobs: int) -> PoolSnapshot:
     hosts = max(1, workers // OF_A_HOST)
-    return Snapshot(
+    return PoolSnapshot(
         now_ms=NOW_MS,
         workers=tuple(
             WorkerRow(f"w{n}", f"host{n % hosts}", "cpu:0", token=n + 1) for n in range(workers)
@@ -43,7 +49,7 @@ def pool_of(workers: int, jobs: int) -> Snapshot:
             PlannedJob(
                 f"job{n}",
                 Phase.TRAINING,
-                Need(ranks=2 if n % 4 == 3 else 1, priority=n % 3, share=1.0 + n % 2),
+                JobRequirements(ranks=2 if n % 4 == 3 else 1, priority=n % 3, share=1.0 + n % 2),
                 submitted_ms=n,
                 steps_done=10,
                 checkpointed=True,
@@ -54,24 +60,29 @@ def pool_of(workers: int, jobs: int) -> Snapshot:
     )
 
 
-def applied(snapshot: Snapshot, decisions: Sequence[Decision]) -> Snapshot:
+def applied(snapshot: PoolSnapshot, decisions: Sequence[Decision]) -> PoolSnapshot:
     gangs = {gang.id: gang for gang in snapshot.gangs}
     formed = snapshot.gangs_formed
     for decision in decisions:
         match decision:
-            case Form(gang, workers):
+            case FormGang(gang, workers):
                 gangs[gang] = Gang(gang, workers, 1, (), snapshot.now_ms)
                 formed += 1
-            case Dissolve(gang):
+            case DissolveGang(gang):
                 del gangs[gang]
-            case Remove(gang, resident_id):
+            case RemoveInstance(gang, resident_id):
                 kept = tuple(r for r in gangs[gang].residents if r.id != resident_id)
                 gangs[gang] = replace(gangs[gang], residents=kept)
-            case Place(gang, resident):
+            case PlaceInstance(gang, resident):
                 kept = tuple(r for r in gangs[gang].residents if r.id != resident.id)
                 reports = {
-                    rank: Report(
-                        rank, resident.generation, resident.epoch, 1, Doing.READY, resident.tier
+                    rank: InstanceReport(
+                        rank,
+                        resident.generation,
+                        resident.epoch,
+                        1,
+                        InstancePhase.READY,
+                        resident.tier,
                     )
                     for rank in resident.ranks
                 }
@@ -88,19 +99,23 @@ def applied(snapshot: Snapshot, decisions: Sequence[Decision]) -> Snapshot:
     )
 
 
-def at_rest(snapshot: Snapshot) -> tuple[Snapshot, PlannerMemory]:
+def at_rest(snapshot: PoolSnapshot) -> tuple[PoolSnapshot, PlannerMemory]:
     """The pool and its planner's memory when nothing is left to place."""
     memory = PlannerMemory()
     for _ in range(8):
         decisions, memory = decide(snapshot, memory)
-        moved = [d for d in decisions if isinstance(d, Form | Dissolve | Place | Remove)]
+        moved = [
+            d
+            for d in decisions
+            if isinstance(d, FormGang | DissolveGang | PlaceInstance | RemoveInstance)
+        ]
         if not moved:
             return snapshot, memory
         snapshot = applied(snapshot, moved)
     raise RuntimeError("the pool does not come to rest: run tests/unit/planner")
 
 
-def cpu_ms(snapshot: Snapshot, memory: PlannerMemory, repeats: int) -> float:
+def cpu_ms(snapshot: PoolSnapshot, memory: PlannerMemory, repeats: int) -> float:
     took = []
     for _ in range(repeats):
         gc.collect()

@@ -30,22 +30,22 @@ import torch.distributed as dist
 
 from loadtests.measuring.entry import options, report
 from loadtests.measuring.processes import forked
-from meshrl.common.api.ranks import Meeting
+from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.source import BATCH_BYTES, batches
-from meshrl.common.model.files.storages import trim
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.tensor_source import BATCH_BYTES, batch_by_bytes
+from meshrl.common.model.files.tensor_storages import trim_heap
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.common.weights.layout.laying import Laying, slices
-from meshrl.common.weights.layout.laying import laying as how
-from meshrl.services.trainer.gang.running import make_rank
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.weights.layout.chunk_builder import ChunkBuilder, plan_copies
+from meshrl.common.weights.layout.chunk_builder import make_staging_options as how
+from meshrl.services.trainer.gang.rank_process import make_rank
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.services.trainer.ranks.saving import write
-from meshrl.services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.services.trainer.ranks.row_tasks import write_rows
+from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, SavedRows
 
 MODEL: dict[str, object] = {  # 200,828,928 parameters
     "model_type": "llama",
@@ -88,7 +88,7 @@ def resident(what: str) -> int:
 
 
 def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobData:
-    character_tokenizer("abc", bundle / "tokenizer.json")
+    build_character_tokenizer("abc", bundle / "tokenizer.json")
     document = {
         "name": "ranks",
         "model": {"path": path} if path else {"config": shape},
@@ -101,10 +101,10 @@ def job(bundle: Path, path: str, ranks: int, shape: dict[str, object]) -> JobDat
 @torch.no_grad()
 def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, int]:
     peak = Peak()
-    rank = make_rank(data, Seat("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
-    rank.form(Meeting(1, str(meeting), MEET_S))
-    found = {"peak": peak.bytes, "rows": rank.learner.bytes}
-    for tensor in rank.learner.tensors().values():
+    rank = make_rank(data, Placement("g0", "g0.0", data.id, 1, core=True, rank=number, ranks=ranks))
+    rank.join(Rendezvous(1, str(meeting), MEET_S))
+    found = {"peak": peak.bytes, "rows": rank.learner.size_bytes}
+    for tensor in rank.learner.get_tensors().values():
         tensor.zero_()  # moments take no memory before they are written to
     found |= {"staged": staged(rank, "F32"), "staged_half": staged(rank, "BF16")}
     found |= {"saved": moved(rank, meeting.with_suffix(".state"))}
@@ -115,29 +115,34 @@ def begun(data: JobData, number: int, ranks: int, meeting: Path) -> dict[str, in
 @torch.no_grad()
 def staged(rank: Rank, dtype: str) -> int:
     """What this rank takes beside its rows while it lays them into a version's chunks."""
-    outline = rank.learner.outline(False)
-    laying = Laying(how(outline, dtype))
-    trim()
+    outline = rank.learner.get_meta_tensors(False)
+    laying = ChunkBuilder(how(outline, dtype))
+    trim_heap()
     peak = Peak()
-    for names, part, parts in slices(outline, BATCH_BYTES):
-        laying.add(rank.learner.rows(names, part, parts))  # chunks go as soon as they are full
-    laying.rest()
+    for names, part, parts in plan_copies(outline, BATCH_BYTES):
+        laying.add_rows(
+            rank.learner.get_rows(names, part, parts)
+        )  # chunks go as soon as they are full
+    laying.take_partial_chunk()
     return peak.bytes
 
 
 @torch.no_grad()
 def moved(rank: Rank, directory: Path) -> int:
     """The same while its rows of the weights and of the optimizer's state go to files and back."""
-    weights = {MASTER + name: tensor for name, tensor in rank.learner.outline(False).items()}
-    trim()
+    weights = {
+        MASTER_PREFIX + name: tensor
+        for name, tensor in rank.learner.get_meta_tensors(False).items()
+    }
+    trim_heap()
     peak = Peak()
     for number, names in enumerate(
-        batches(weights | dict(rank.learner.outline(True)), BATCH_BYTES)
+        batch_by_bytes(weights | dict(rank.learner.get_meta_tensors(True)), BATCH_BYTES)
     ):
-        write(rank, directory, names, number, masters=True)
+        write_rows(rank, directory, names, number, include_masters=True)
     dist.barrier()
     saved = SavedRows(directory)
-    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER_PREFIX + name, part))
     return peak.bytes
 
 

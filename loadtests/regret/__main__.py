@@ -28,11 +28,11 @@ from loadtests.measuring.commands import meshrl
 from loadtests.measuring.entry import options, report, tell
 from loadtests.measuring.metered import HostMeter
 from loadtests.regret import figures, real, virtual
-from meshrl.common.base.files import lines
+from meshrl.common.base.files import json_lines
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store.explained import PLANNED
-from meshrl.sim.mesh.paced import rl_s
-from meshrl.view.recording.recorded import EVENTS, event_of
+from meshrl.common.state.pool.store.planner_reports import SPEEDUP_RULES
+from meshrl.sim.mesh.emulated_run import compute_rl_s
+from meshrl.view.recording.run_record import EVENTS_FILE, parse_event
 
 DEMO = 1.02  # most of demo_time_ratio
 FAR_DEFAULTS, MOVES = 10, 15  # of thirty jobs: with fewer there was nothing to decide
@@ -48,8 +48,8 @@ async def compared(seeds: Sequence[int]) -> dict[str, Any]:
     for number, seed in enumerate(seeds):
         for name in list(ARMS) if number % 2 else list(reversed(ARMS)):
             events = await _ran(seed, ARMS[name])
-            found[name].append(round(rl_s(events), 2))
-            moved = sum(e.kind == "move" and e.fields.get("rule") in PLANNED for e in events)
+            found[name].append(round(compute_rl_s(events), 2))
+            moved = sum(e.kind == "move" and e.fields.get("rule") in SPEEDUP_RULES for e in events)
             told = {"arm": name, "seed": seed, "rl_s": found[name][-1], "moves": moved}
             tell(told | meter.reading())
     ratios = [ours / held for ours, held in zip(*found.values(), strict=True)]
@@ -64,7 +64,7 @@ async def _ran(seed: int, moves: str) -> list[Event]:
         out = Path(folder) / "run"
         words = ("run", str(JOB), "--seed", str(seed), "--set", f"out={out}")
         await meshrl(*words, "--set", f"planner.moves={moves}", within_s=RUN_S)
-        return [event_of(row) for row in lines.read(out / EVENTS).rows]
+        return [parse_event(row) for row in json_lines.read_lines(out / EVENTS_FILE).rows]
 
 
 def main() -> int:

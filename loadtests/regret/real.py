@@ -10,24 +10,24 @@ from loadtests.measuring.entry import tell
 from loadtests.measuring.rounds import rotated
 from loadtests.paced.running import Arm, honest, run
 from loadtests.regret.figures import Compared, figures
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 MOST = 120  # tokens of a completion
 WALL_S = 1200.0  # of all arms
 STEPS = 26
 
 
-def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> PacedWorkload:
-    return PacedWorkload(
+def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> EmulatedWorkload:
+    return EmulatedWorkload(
         workers=workers,
         steps=STEPS,
         groups_per_step=8,
         group_size=4,
-        median=Drift(27.0, 27.0),
-        sigma=Drift(0.4, 0.4),
-        decode=f"{decode_ms}/16/20000",
-        training=training,
+        median_tokens=LinearDrift(27.0, 27.0),
+        log_sigma=LinearDrift(0.4, 0.4),
+        engine_speed=f"{decode_ms}/16/20000",
+        training_speed=training,
         bin_tokens=MOST + 2,
         **changes,
     )
@@ -35,7 +35,7 @@ def _job(workers: int, decode_ms: int, training: str, **changes: Any) -> PacedWo
 
 JOBS = {
     "trained": _job(4, 50, "250/50"),  # training takes 4 s on the core alone, rollout 1 s beside it
-    "even": _job(4, 80, "600/50", tool_s=Drift(0.3, 0.3)),  # 1.7 s and 1.6 s: it should stay
+    "even": _job(4, 80, "600/50", tool_s=LinearDrift(0.3, 0.3)),  # 1.7 s and 1.6 s: it should stay
     "small": _job(3, 55, "200/50"),  # 5 s and 1.7 s
 }
 
@@ -46,11 +46,13 @@ async def compared(names: Sequence[str], seed: int, steps: int = 0) -> dict[str,
     rows: list[Compared] = []
     every: list[Arm] = []
     for number, name in enumerate(names):
-        job = JOBS[name].of_steps(steps or STEPS)
+        job = JOBS[name].with_steps(steps or STEPS)
         found: dict[int, Arm] = {}  # by the gangs that help; -1: the planner's
-        for split in rotated([-1, *job.splits], number):
+        for split in rotated([-1, *job.static_splits], number):
             arm = "planner" if split < 0 else f"static_{split}"
-            found[split] = await run(arm, job if split < 0 else job.held(split), seed, MOST)
+            found[split] = await run(
+                arm, job if split < 0 else job.with_static_split(split), seed, MOST
+            )
             tell(found[split].row())
         every += found.values()
         planner = found.pop(-1)

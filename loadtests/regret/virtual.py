@@ -11,39 +11,45 @@ from loadtests.measuring.entry import tell
 from loadtests.regret import figures
 from loadtests.regret.drawn import STEPS, drawn
 from loadtests.regret.figures import Compared
-from meshrl.sim.mesh.job.workload import PacedWorkload
-from meshrl.sim.mesh.paced import PacedRun, run
+from meshrl.sim.mesh.emulated_run import EmulatedRun, run_workload
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 PLANNER = -1  # in place of how many gangs help
 
 
 def compared(seeds: Sequence[int], processes: int, verbose: bool, steps: int = 0) -> dict[str, Any]:
     """Figures of the jobs of these seeds, flat; also told on stderr job by job as they come."""
-    found: dict[int, dict[int, PacedRun]] = {seed: {} for seed in seeds}
-    tasks = [(seed, split, steps) for seed in seeds for split in (PLANNER, *drawn(seed).splits)]
+    found: dict[int, dict[int, EmulatedRun]] = {seed: {} for seed in seeds}
+    tasks = [
+        (seed, split, steps) for seed in seeds for split in (PLANNER, *drawn(seed).static_splits)
+    ]
     rows: list[Compared] = []
     with get_context("spawn").Pool(processes) as pool:
         for seed, split, one in pool.imap_unordered(_played, tasks):
             if one.failures:
                 raise RuntimeError(f"seed {seed}, split {split}: {one.failures}")
             found[seed][split] = one
-            if len(found[seed]) == len(drawn(seed).splits) + 1:
+            if len(found[seed]) == len(drawn(seed).static_splits) + 1:
                 runs = dict(sorted(found[seed].items()))
                 planner = runs.pop(PLANNER)
                 static = {split: one.rl_s for split, one in runs.items()}
-                moves, judged = len(planner.moves), planner.judged
+                moves, judged = len(planner.moves), planner.judged_moves
                 rows.append(Compared(str(seed), static, planner.rl_s, moves, judged))
                 _tell(seed, rows[-1], found[seed], verbose)
     return figures.figures(rows)
 
 
-def _played(task: tuple[int, int, int]) -> tuple[int, int, PacedRun]:
+def _played(task: tuple[int, int, int]) -> tuple[int, int, EmulatedRun]:
     seed, split, steps = task
-    workload: PacedWorkload = drawn(seed).of_steps(steps or STEPS)
-    return seed, split, run(workload if split == PLANNER else workload.held(split), seed)
+    workload: EmulatedWorkload = drawn(seed).with_steps(steps or STEPS)
+    return (
+        seed,
+        split,
+        run_workload(workload if split == PLANNER else workload.with_static_split(split), seed),
+    )
 
 
-def _tell(seed: int, row: Compared, runs: dict[int, PacedRun], verbose: bool) -> None:
+def _tell(seed: int, row: Compared, runs: dict[int, EmulatedRun], verbose: bool) -> None:
     tell(row.row())
     if not verbose:
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshrl.services.trainer.core.core import TrainerCore
 
-entered = TrainerCore.enter
+entered = TrainerCore.enter_phase
 
 
 def main() -> None:
@@ -27,11 +27,11 @@ def main() -> None:
     def enter(self: TrainerCore, phase: str, step: int) -> None:
         entered(self, phase, step)
         mark = own.marks / f"{phase}@{step}"
-        if self.ready and mark.name in own.die and not mark.exists():
+        if self.is_ready and mark.name in own.die and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    TrainerCore.enter = enter  # type: ignore[method-assign]
+    TrainerCore.enter_phase = enter  # type: ignore[method-assign]
     sys.argv = ["meshrl.services.trainer", *rest]
     runpy.run_module("meshrl.services.trainer", run_name="__main__")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.view.recording.audit import audit
+from meshrl.view.recording.audit import audit_run
 
 # A worker's budget is five restarts a minute, so the deaths are spread over two runs.
 STEPS, CHECKPOINT_EVERY = 8, 4
@@ -106,7 +106,7 @@ def committed_in(directory: Path) -> list[dict[str, Any]]:
 
 def found_in(directory: Path) -> dict[str, Any]:
     marks, committed = directory / "deaths", committed_in(directory)
-    found = audit(directory / "run")
+    found = audit_run(directory / "run")
     return {
         "deaths": sorted(mark.name for mark in marks.iterdir()),
         "manifests": [step["manifest"] for step in committed],

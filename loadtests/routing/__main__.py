@@ -30,17 +30,22 @@ import numpy as np
 from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.meshed import meshed
 from loadtests.measuring.rounds import ratio, rotated
-from meshrl.common.api.engine import Sampling
-from meshrl.common.mesh.runtime.mesh import Mesh, run
-from meshrl.common.records.token_record import TokenRows
+from meshrl.common.api.engine import SamplingParams
+from meshrl.common.mesh.runtime.mesh import Mesh, run_service
+from meshrl.common.records.token_records import TokenRows
 from meshrl.common.state import registry
 from meshrl.services.rollout.record.group_commit import GroupCommit
-from meshrl.services.rollout.routing.cmlfq import Scheduler
-from meshrl.services.rollout.routing.engine_link import SeenEngine
-from meshrl.services.rollout.routing.lengths import LengthTrees, Past, ToolReturn, tool_return_of
-from meshrl.services.rollout.routing.queues import BucketDecision, LengthBucket, bucket_of
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
+from meshrl.services.rollout.routing.engine_link import EngineSnapshot
+from meshrl.services.rollout.routing.length_trees import (
+    LengthTrees,
+    PastTrajectory,
+    ToolReturn,
+    classify_tool_return,
+)
+from meshrl.services.rollout.routing.queue_policy import BucketDecision, LengthBucket, find_bucket
 from meshrl.services.rollout.routing.router import Router
-from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory, Turn
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, TrajectoryOutcome, Turn
 
 PACE = "6/16/30000"  # ms a decode step, sequences on the plateau, prefill tokens/s
 BATCH = 16  # requests that an engine decodes together: the plateau
@@ -80,12 +85,12 @@ class Script:
     def remaining(self, returns: int) -> int:
         return sum(step.tokens for step in self.steps[returns:])
 
-    def past(self) -> Past:
+    def past(self) -> PastTrajectory:
         returns, sampled = [], 0
         for step in self.steps[:-1]:
             sampled += step.tokens
-            returns.append((tool_return_of("run", step.answer), sampled))
-        return Past(self.prompt, tuple(returns), self.sampled)
+            returns.append((classify_tool_return("run", step.answer), sampled))
+        return PastTrajectory(self.prompt, tuple(returns), self.sampled)
 
 
 def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Script]:
@@ -110,36 +115,40 @@ def scripts(rng: random.Random, hard: Sequence[bool], samples: int) -> list[Scri
     return made
 
 
-class Fifo(Scheduler):
+class Fifo(BucketScheduler):
     """One bucket; whoever asked first goes first."""
 
-    def order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
+    def compute_order(self, trajectory: int, bucket: int) -> tuple[int, ...]:
         return ()
 
 
-class Mlfq(Scheduler):
+class Mlfq(BucketScheduler):
     """Promoted by what it has sampled so far."""
 
-    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
-        bucket = bucket_of(float((t.versions >= 0).sum()), self.buckets)
+    def decide_bucket(
+        self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
+    ) -> BucketDecision:
+        bucket = find_bucket(float((trajectory.versions >= 0).sum()), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
         return BucketDecision(outcome, bucket, "by current length")
 
 
-class Oracle(Scheduler):
+class Oracle(BucketScheduler):
     """Knows what each trajectory will still sample."""
 
     def __init__(self, buckets: Sequence[LengthBucket], plan: Sequence[Script]) -> None:
         super().__init__(buckets, PROMPTS, LengthTrees())
         self._plan = plan
 
-    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
-        bucket = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
+    def decide_bucket(
+        self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
+    ) -> BucketDecision:
+        bucket = find_bucket(self._plan[trajectory.group].remaining(len(path)), self.buckets)
         outcome = "already_in_target" if bucket == current else "causal_signal_agree"
         return BucketDecision(outcome, bucket, "by the future")
 
 
-class Ours(Scheduler):
+class Ours(BucketScheduler):
     """C-MLFQ as it is, compared at each decision with what the oracle would have said."""
 
     def __init__(
@@ -149,9 +158,11 @@ class Ours(Scheduler):
         self._plan = plan
         self.agreed: list[bool] = []
 
-    def decided(self, t: Trajectory, path: Sequence[ToolReturn], current: int) -> BucketDecision:
-        decision = super().decided(t, path, current)
-        truth = bucket_of(self._plan[t.group].remaining(len(path)), self.buckets)
+    def decide_bucket(
+        self, trajectory: Trajectory, path: Sequence[ToolReturn], current: int
+    ) -> BucketDecision:
+        decision = super().decide_bucket(trajectory, path, current)
+        truth = find_bucket(self._plan[trajectory.group].remaining(len(path)), self.buckets)
         self.agreed.append(decision.bucket == truth)
         return decision
 
@@ -159,20 +170,22 @@ class Ours(Scheduler):
 class NoLedger:
     """Tokens count at once: what is measured is routing."""
 
-    async def tokens(self, rows: TokenRows) -> None:
+    async def write_tokens(self, rows: TokenRows) -> None:
         return None
 
 
 async def makespan(
-    mesh: Mesh, plan: Sequence[Script], scheduler: Scheduler
+    mesh: Mesh, plan: Sequence[Script], scheduler: BucketScheduler
 ) -> tuple[float, Router]:
     commits = GroupCommit(mesh, NoLedger())
-    router = Router(mesh, commits, Sampling([], []), SEATS, scheduler)
+    router = Router(mesh, commits, SamplingParams([], []), SEATS, scheduler)
 
     async def look() -> None:
         while True:
-            entries = await registry.entries(mesh.state, "engine")
-            router.observe({e.name: SeenEngine.of(e) for e in entries if e.alive})
+            entries = await registry.list_entries(mesh.state, "engine")
+            router.update_engines(
+                {e.name: EngineSnapshot.from_entry(e) for e in entries if e.alive}
+            )
             await asyncio.sleep(LOOK_S)
 
     looking = asyncio.create_task(look())
@@ -192,17 +205,17 @@ async def makespan(
 async def trajectory(router: Router, index: int, script: Script) -> None:
     t = Trajectory(index, 0, script.prompt, 0, seed=index)
     words = np.random.default_rng(script.prompt).integers(0, 64, 40)
-    t.begin(words.tolist())
-    async with router.stay(t) as stay:
+    t.set_prompt(words.tolist())
+    async with router.create_assignment(t) as stay:
         for step in script.steps:
             await stay.generate(t.length + step.tokens)
             if step.answer:
-                t.open_turn = Turn("", step.tokens, "run", None, step.answer, answered=True)
-                router.returned(stay)
+                t.open_turn = Turn("", step.tokens, "run", None, step.answer, has_tool_value=True)
+                router.on_tool_return(stay)
                 await asyncio.sleep(step.latency_s)
-                t.appended(words[:ANSWER].tolist())
-    t.ending = Ending("done", 0.0)
-    router.scheduler.ended(t, stay.course)
+                t.append(words[:ANSWER].tolist())
+    t.outcome = TrajectoryOutcome("done", 0.0)
+    router.scheduler.record_end(t, stay.bucket_state)
 
 
 async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[str, Any]:
@@ -223,7 +236,7 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
             history = [script.past() for script in scripts(rng, hard, PAST)]
             plan = scripts(rng, hard, samples)
             ours = Ours(two, LengthTrees(history), plan)
-            policies: dict[str, Scheduler] = {
+            policies: dict[str, BucketScheduler] = {
                 "ours": ours,
                 "fifo": Fifo(one, prompts, LengthTrees()),
                 "mlfq": Mlfq(two, prompts, LengthTrees()),
@@ -232,8 +245,8 @@ async def compare(rounds: int, seed: int, prompts: int, samples: int) -> dict[st
             for name in rotated([*policies], number):
                 seconds, router = await makespan(mesh, plan, policies[name])
                 spans[name].append(seconds)
-                moved[name].append(router.moved)
-                caches[name].append(dict(router.caches))
+                moved[name].append(router.rebalanced_trajectories)
+                caches[name].append(dict(router.cache_actions))
             agreed += ours.agreed
     found = figures(spans, agreed, plan, rounds)
     changed = {name: sum(map(Counter, rows), Counter[str]()) for name, rows in caches.items()}
@@ -278,7 +291,7 @@ def main() -> None:
     async def measure() -> None:
         report(await compare(a.rounds, a.seed, a.prompts, a.samples))
 
-    run(measure)
+    run_service(measure)
 
 
 if __name__ == "__main__":

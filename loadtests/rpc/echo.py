@@ -19,8 +19,8 @@ from loadtests.measuring.meshed import FOREVER_S, knows, own_keys, unrenewed
 from loadtests.measuring.processes import served
 from meshrl.common.api.calls.interface import Call, Interface
 from meshrl.common.base.encoding.messages import Array, message
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
-from meshrl.common.mesh.runtime.ref import Ref
 from meshrl.common.mesh.transport.keys import ProcessKeys
 
 BODY_BYTES = 100
@@ -71,9 +71,9 @@ async def serve(client: str = "") -> None:
 
 
 @asynccontextmanager
-async def reached(keys: ProcessKeys | None = None) -> AsyncIterator[tuple[int, Ref]]:
+async def reached(keys: ProcessKeys | None = None) -> AsyncIterator[tuple[int, ActorRef]]:
     """Yield the pid of a process that answers, and how this one calls it."""
-    with served("loadtests.rpc.echo", *([keys.public] if keys else [])) as (pid, line):
+    with served("loadtests.rpc.echo", *([keys.public_key_text] if keys else [])) as (pid, line):
         mesh = unrenewed("load", keys)
         mesh.start()
         try:

@@ -25,14 +25,14 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.job.isolation.runners import RUNSC
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import select_interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 
 ROOT = Path(__file__).parents[2]
 STANDIN = str(ROOT / "tests" / "unit" / "sandbox" / "isolation" / "standin")
-PROGRAM = Program("print(sum(i * i for i in range(1000)))")
+PROGRAM = JailProgram("print(sum(i * i for i in range(1000)))")
 SAID = str(sum(i * i for i in range(1000))).encode()
 ROUNDS = 20
 LIMITS = JailLimits(wall_s=30.0)
@@ -42,9 +42,9 @@ ESCAPES_S = 1800.0
 def launcher(kind: str, log: Path) -> JailLauncher:
     runner = {"jail": [], "standin": [STANDIN]}.get(kind, [kind])
     python = "/usr/bin/python3" if kind == "standin" else ""
-    interpreter = interpreter_of(JailSettings(runner=runner, python=python))
+    interpreter = select_interpreter(JailSettings(runner=runner, python=python))
     tier = "runner" if runner else "bwrap"
-    return JailLauncher(SystemHost(), SystemClock(), tier, interpreter, cgroups.find(), log)
+    return JailLauncher(SystemHost(), SystemClock(), tier, interpreter, cgroups.find_parents(), log)
 
 
 async def measured(kinds: list[str], rounds: int) -> dict[str, float]:

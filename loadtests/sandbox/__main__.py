@@ -22,7 +22,7 @@ from loadtests.sandbox_cpu.__main__ import add_sizes, measured
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from meshrl.services.sandbox.jobs import TRUSTED as TRUSTED_TOOLS
+from meshrl.services.sandbox.loaded_job import TRUSTED_BUILTINS as TRUSTED_TOOLS
 from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from meshrl.services.sandbox.workers.pool import WorkerPool
 from meshrl.services.sandbox.workers.worker import TOOL
@@ -38,12 +38,12 @@ JAILS = 8  # of the sandbox at a time
 
 
 def bare(*flags: str) -> list[str]:
-    return [Interpreter.own().python, *flags, "-c", PROGRAM]
+    return [Interpreter.default().python, *flags, "-c", PROGRAM]
 
 
 def cold(*flags: str) -> list[str]:
     """As in our profile, but made anew for each call."""
-    interpreter = Interpreter.own()
+    interpreter = Interpreter.default()
     argv = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
     argv += ["--new-session", "--clearenv", "--ro-bind", "/usr", "/usr"]
     for link in ("/bin", "/lib", "/lib64"):

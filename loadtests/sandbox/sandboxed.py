@@ -15,12 +15,12 @@ import psutil
 
 from loadtests.measuring.meshed import START_S, meshed
 from meshrl.common.api.sandbox import JailSettings, LoadJob, RewardPart, RunTools, Sandbox, ToolCall
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.ref import Ref
-from meshrl.common.state.pool.workers.names import sandbox
+from meshrl.common.state.pool.workers.process_names import sandbox_name
 
 JOB = "load"  # that the sandbox serves
-NAME = sandbox(JOB, 0)
+NAME = sandbox_name(JOB, 0)
 CALL_S = 300.0
 TOOLS = {
     "python": "python",
@@ -54,7 +54,7 @@ class Leavings:
 @dataclass
 class Place:
     mesh: Mesh
-    sandbox: Ref
+    sandbox: ActorRef
     process: psutil.Process
     directory: Path
 
@@ -62,13 +62,13 @@ class Place:
         self, job: str, rewards: Sequence[RewardPart] = (), jail: JailSettings = JAIL
     ) -> None:
         request = LoadJob(job, str(self.directory), TOOLS, list(rewards), jail=jail)
-        await self.sandbox.call(Sandbox.load, request, deadline_s=START_S)
+        await self.sandbox.call(Sandbox.load_job, request, deadline_s=START_S)
 
     async def run(
         self, job: str, tool: str, value: object, session: str = "", deadline_s: float = 10.0
     ) -> tuple[str, object]:
         asked = RunTools([ToolCall(0, job, tool, value, deadline_s, session)])
-        outcome = (await self.sandbox.call(Sandbox.run, asked, deadline_s=CALL_S)).outcomes[0]
+        outcome = (await self.sandbox.call(Sandbox.run_tools, asked, deadline_s=CALL_S)).outcomes[0]
         return outcome.status, outcome.value
 
     def leavings(self) -> Leavings:

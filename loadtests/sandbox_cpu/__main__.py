@@ -21,9 +21,9 @@ from loadtests.measuring.rounds import percentile
 from loadtests.sandbox.sandboxed import Place, jailed, sandboxed, sustained
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.services.sandbox.isolation import tiers
+from meshrl.services.sandbox.isolation import tier_detection
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
@@ -86,12 +86,12 @@ async def enforced(tries: int, limit_s: float) -> dict[str, tuple[float, float]]
     try:
         host, clock = SystemHost(), SystemClock()
         for name in ("cgroup", "bwrap", "landlock"):
-            tier, homes = (name, None) if name != "cgroup" else ("bwrap", cgroups.find())
-            if await tiers.tried(tier, host, clock, Path(os.devnull)):
+            tier, homes = (name, None) if name != "cgroup" else ("bwrap", cgroups.find_parents())
+            if await tier_detection.probe_tier(tier, host, clock, Path(os.devnull)):
                 continue
             if name == "cgroup" and homes is None:
                 continue
-            launcher = JailLauncher(host, clock, tier, Interpreter.own(), homes)
+            launcher = JailLauncher(host, clock, tier, Interpreter.default(), homes)
             try:
                 await launcher.start()
                 tried = [await _enforced(launcher, clock, limit_s) for _ in range(tries)]
@@ -112,7 +112,7 @@ async def _enforced(
     worst = most = 0.0
     for source in (SPIN, WAIT, THREADS):
         begun = time.perf_counter()
-        ran = await launcher.run(Program(source), limits)
+        ran = await launcher.run(JailProgram(source), limits)
         worst, most = max(worst, time.perf_counter() - begun), max(most, ran.cpu_s)
         if ran.status != "timeout":
             raise RuntimeError(f"a limit was not enforced: {ran}")

@@ -126,7 +126,7 @@ class Soak:
     async def _score(self, kind: str, row: dict[str, Any], source: str, wanted: float) -> None:
         turns = [{"role": "model", "text": source}]
         asked = RewardBatch([RewardCall(0, JOB, row, turns, 10.0)])
-        call = self.place.sandbox.call(Sandbox.score, asked, deadline_s=CALL_S)
+        call = self.place.sandbox.call(Sandbox.score_trajectories, asked, deadline_s=CALL_S)
         outcome = (await call).outcomes[0]
         found = (outcome.status, outcome.value)
         self.tally.checked(kind, found == ("ok", wanted), (source, found, outcome.error))

@@ -33,90 +33,100 @@ from loadtests.regret.drawn import drawn
 from loadtests.regret.real import JOBS, MOST
 from loadtests.simulator.virtually import run_virtually
 from meshrl.common.job.config import PlannerConfig
-from meshrl.common.job.pace import profile, training_profile
-from meshrl.sim.cluster.model.cluster import Cluster, SimHosts
+from meshrl.common.job.emulation import parse_engine_speed, parse_training_speed
+from meshrl.sim.cluster.model.cluster import SimCluster, SimHosts
 from meshrl.sim.cluster.model.job import JobSpec
-from meshrl.sim.cluster.model.speeds import PacedSpeed
-from meshrl.sim.cluster.model.training import PacedTraining
-from meshrl.sim.cluster.model.workload import LogNormal
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import LONGEST, SLOTS, PacedWorkload
+from meshrl.sim.cluster.model.speeds import EmulatedSpeed
+from meshrl.sim.cluster.model.training import EmulatedTraining
+from meshrl.sim.cluster.model.workload import LogNormalWorkload
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.job.emulated_workload import ENGINE_SLOTS, MAX_TOKENS, EmulatedWorkload
 
 ERROR = 0.15
 UNTIL_S = 14_400.0
-BROAD = PacedWorkload(
+BROAD = EmulatedWorkload(
     workers=64,
     steps=8,
     groups_per_step=48,
     group_size=8,
-    median=Drift(30.0, 30.0),
-    sigma=Drift(0.7, 0.7),
-    tool_s=Drift(1.0, 1.0),
-    decode="120/8/4000",
-    training="260/100",
-    moves=False,
-    helping=15,
+    median_tokens=LinearDrift(30.0, 30.0),
+    log_sigma=LinearDrift(0.7, 0.7),
+    tool_s=LinearDrift(1.0, 1.0),
+    engine_speed="120/8/4000",
+    training_speed="260/100",
+    allows_moves=False,
+    hybrid_count=15,
 )
 
 
-def spec_of(job: PacedWorkload, seed: int, longest: int = LONGEST) -> JobSpec:
-    pace, training = profile(job.decode), training_profile(job.training)
+def spec_of(job: EmulatedWorkload, seed: int, longest: int = MAX_TOKENS) -> JobSpec:
+    pace, training = parse_engine_speed(job.engine_speed), parse_training_speed(job.training_speed)
     return JobSpec(
-        workload=LogNormal(seed, job.turns, job.median, job.sigma, job.tool_s, longest=longest),
-        trains=PacedTraining(training, job.bin_tokens),
-        speed=lambda kind, degree: PacedSpeed(pace.of_degree(degree), kind, degree),
+        workload=LogNormalWorkload(
+            seed, job.turns, job.median_tokens, job.log_sigma, job.tool_s, max_tokens=longest
+        ),
+        training_speed=EmulatedTraining(training, job.bin_tokens),
+        get_engine_speed=lambda kind, degree: EmulatedSpeed(
+            pace.with_tensor_parallel(degree), kind, degree
+        ),
         steps=job.steps,
         groups_per_step=job.groups_per_step,
         group_size=job.group_size,
-        slots=SLOTS,
+        slots=ENGINE_SLOTS,
         bin_tokens=job.bin_tokens,
-        planner=PlannerConfig(moves=job.moves, training=1 + job.helping, **dict(job.planner)),
-        pace=job.decode,
-        training_pace=job.training,
+        planner=PlannerConfig(
+            moves=job.allows_moves, training=1 + job.hybrid_count, **dict(job.planner_options)
+        ),
+        emulated_engine=job.engine_speed,
+        emulated_training=job.training_speed,
     )
 
 
-def broad(gangs: int) -> PacedWorkload:
+def broad(gangs: int) -> EmulatedWorkload:
     """Return the broad job for so many gangs, each with as much work as of the declared ones."""
     share = gangs / BROAD.workers
     return replace(
         BROAD,
         workers=gangs,
         groups_per_step=max(1, round(share * BROAD.groups_per_step)),
-        helping=round(share * BROAD.helping),
+        hybrid_count=round(share * BROAD.hybrid_count),
     )
 
 
-def simulated(workload: PacedWorkload, seed: int, longest: int = LONGEST) -> tuple[float, float]:
+def simulated(
+    workload: EmulatedWorkload, seed: int, longest: int = MAX_TOKENS
+) -> tuple[float, float]:
     began_s = time.process_time()
-    cluster = Cluster([SimHosts(1, workload.workers)], [spec_of(workload, seed, longest)])
+    cluster = SimCluster([SimHosts(1, workload.workers)], [spec_of(workload, seed, longest)])
     cluster.run(UNTIL_S)
     (job,) = cluster.jobs.values()
-    if not job.training.over or job.began_s is None:
+    if not job.training.is_finished or job.training_started_s is None:
         raise RuntimeError(f"{workload} did not end in {UNTIL_S} s: run tests/unit/sim/cluster")
-    return (job.training.ended_s[-1] - job.began_s) / workload.steps, time.process_time() - began_s
+    return (
+        job.training.step_ends_s[-1] - job.training_started_s
+    ) / workload.steps, time.process_time() - began_s
 
 
-def splits(seed: int, steps: int = 0) -> list[PacedWorkload]:
+def splits(seed: int, steps: int = 0) -> list[EmulatedWorkload]:
     """Return a random job: with the planner, as it begins, and with two splits that stay."""
     job = shortened(drawn(seed), steps)
-    most = len(job.splits) - 1
-    return [job, *(job.held(n) for n in sorted({0, most // 3, 2 * most // 3}))]
+    most = len(job.static_splits) - 1
+    return [job, *(job.with_static_split(n) for n in sorted({0, most // 3, 2 * most // 3}))]
 
 
-def shortened(job: PacedWorkload, steps: int) -> PacedWorkload:
+def shortened(job: EmulatedWorkload, steps: int) -> EmulatedWorkload:
     """Return the job with so many steps; 0: with its own."""
-    return job.of_steps(steps) if steps else job
+    return job.with_steps(steps) if steps else job
 
 
-def virtual(tasks: Sequence[tuple[int, PacedWorkload]], processes: int) -> dict[str, Any]:
+def virtual(tasks: Sequence[tuple[int, EmulatedWorkload]], processes: int) -> dict[str, Any]:
     errors, theirs_s, ours_s = [], 0.0, 0.0
     with ProcessPoolExecutor(min(processes, len(tasks)), get_context("spawn")) as pool:
         for seed, workload, step_s, cpu_s in pool.map(run_virtually, tasks):
             found_s, took_s = simulated(workload, seed)
             errors.append(found_s / step_s - 1)
             theirs_s, ours_s = theirs_s + cpu_s, ours_s + took_s
-            split = "planner" if workload.moves else f"{workload.helping} help"
+            split = "planner" if workload.allows_moves else f"{workload.hybrid_count} help"
             _tell(f"{seed} {split}", found_s, step_s)
     return summed(errors) | {"speed_up": round(theirs_s / ours_s, 1)}
 
@@ -125,8 +135,8 @@ async def real(names: Sequence[str], steps: int) -> dict[str, Any]:
     errors, arms = [], []
     for name in names:
         job = shortened(JOBS[name], steps)
-        for workload in (job.held(0), job.held(1)):
-            arm = await run_real(f"{name}_{workload.helping}", workload, 0, MOST)
+        for workload in (job.with_static_split(0), job.with_static_split(1)):
+            arm = await run_real(f"{name}_{workload.hybrid_count}", workload, 0, MOST)
             arms.append(arm)
             found_s, _ = simulated(workload, 0, MOST)
             errors.append(found_s / (arm.rl_s / workload.steps) - 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from meshrl.sim.mesh.job.workload import PacedWorkload
-from meshrl.sim.mesh.paced import run
+from meshrl.sim.mesh.emulated_run import run_workload
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 
-def run_virtually(task: tuple[int, PacedWorkload]) -> tuple[int, PacedWorkload, float, float]:
+def run_virtually(task: tuple[int, EmulatedWorkload]) -> tuple[int, EmulatedWorkload, float, float]:
     seed, workload = task
-    found = run(workload, seed)
+    found = run_workload(workload, seed)
     if found.failures:
         raise RuntimeError(f"seed {seed}: {found.failures}")
     return seed, workload, found.rl_s / workload.steps, found.cpu_s

@@ -42,17 +42,17 @@ from loadtests.measuring.processes import drop_caches
 from loadtests.measuring.rounds import turns
 from loadtests.replay import runs as replay
 from meshrl.common.api.calls.interface import Interface
-from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.calls.role import SetTier
 from meshrl.common.api.node import Worker
-from meshrl.common.base.files.kept import Mapped
+from meshrl.common.base.files.offloaded_tensors import MemorySegment
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
-from meshrl.common.mesh.residents.tiers import Keep, Take, Tiers
+from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors, TierController
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.state.pool.workers.rows import Tier
-from meshrl.services.node.residents.segments import KeepsSegments, Segments
-from meshrl.services.trainer.arithmetic.learner import Learner
-from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.ranks.rank import Rank
 
 WORKER = "worker/w0"
@@ -73,51 +73,51 @@ SegmentCalls.methods = {
 }
 
 
-class Keeper(KeepsSegments):
+class Keeper(SegmentCallsMixin):
     """A worker that does nothing else."""
 
     interface = SegmentCalls
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: MemorySegments) -> None:
         self.segments = segments
 
 
 class CoreAlone:
     """Of a training core its arithmetic."""
 
-    covered = True
+    is_removable = True
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: GangCompute) -> None:
         self._compute = compute
 
     @property
-    def bytes(self) -> int:
-        return self._compute.bytes
+    def size_bytes(self) -> int:
+        return self._compute.size_bytes
 
-    async def sleep(self, keep: Keep) -> None:
-        await self._compute.sleep(lambda: {"tier": "memory"}, keep)
+    async def sleep(self, save: SaveTensors) -> None:
+        await self._compute.sleep(lambda: {"tier": "memory"}, save)
 
-    async def wake(self, take: Take) -> None:
-        await self._compute.wake(take)
+    async def wake(self, restore: RestoreTensors) -> None:
+        await self._compute.wake(restore)
 
     async def move(self, tier: Tier) -> None:
         """Nobody else keeps anything."""
 
-    async def uncover(self) -> None:
+    async def cancel_removal(self) -> None:
         """It has never stopped."""
 
-    async def cover(self) -> None:
+    async def prepare_removal(self) -> None:
         """Not asked for."""
 
 
 class Sleepy:
-    def __init__(self, tiers: Tiers, directory: Path) -> None:
+    def __init__(self, tiers: TierController, directory: Path) -> None:
         self._tiers, self._directory, self._epoch = tiers, directory, 0
 
     async def to(self, tier: Tier) -> None:
         self._epoch += 1
-        wish = Settle(tier, self._epoch, False, WORKER, str(self._directory))
-        await self._tiers.settle(wish)
+        wish = SetTier(tier, self._epoch, False, WORKER, str(self._directory))
+        await self._tiers.set_tier(wish)
 
 
 @contextmanager
@@ -134,21 +134,23 @@ def dd(*words: str) -> None:
 async def speed(model: ModelConfig, rounds: int, directory: Path) -> dict[str, Any]:
     worker, process = unrenewed(WORKER), unrenewed("trainer/j")
     host, found = process.host, {}
-    async with Segments(lambda: host.room(directory).memory) as segments:
+    async with MemorySegments(lambda: host.measure_free_space(directory).memory_bytes) as segments:
         await worker.join(Keeper(segments))
         await process.join(None)
         await knows(process, WORKER, worker.transport.address, worker.incarnation)
         decoder = Decoder(model)
         decoder.initialise(torch.Generator().manual_seed(0))
         learner = Learner(decoder, OptimizerConfig(), AlgorithmConfig())
-        tiers = Tiers(process, CoreAlone(Compute(process, "j", Rank.alone(learner))))
-        sleepy, size = Sleepy(tiers, directory), learner.bytes
+        tiers = TierController(
+            process, CoreAlone(GangCompute(process, "j", Rank.for_single_rank(learner)))
+        )
+        sleepy, size = Sleepy(tiers, directory), learner.size_bytes
         found = await arms(sleepy, size, rounds, directory)
         before = psutil.Process().memory_info().rss
         await sleepy.to(Tier.DISK)
         released = before - psutil.Process().memory_info().rss
         await sleepy.to(Tier.ACCELERATOR)
-        found |= {"parameters": learner.size, "bytes": size, "rss_released": released}
+        found |= {"parameters": learner.parameter_count, "bytes": size, "rss_released": released}
         await process.leave()
         await worker.leave()
     return found
@@ -178,9 +180,9 @@ async def arms(sleepy: Sleepy, size: int, rounds: int, directory: Path) -> dict[
             np.copyto(target, source)
         descriptor = os.memfd_create("fresh")
         os.ftruncate(descriptor, size)
-        medium = Mapped(f"/proc/self/fd/{descriptor}")
+        medium = MemorySegment(f"/proc/self/fd/{descriptor}")
         with noted(took, "memcpy_fresh"):  # no page of it is there
-            medium.put(0, source)
+            medium.write_at(0, source)
         medium.close()
         os.close(descriptor)
 

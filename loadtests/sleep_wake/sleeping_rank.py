@@ -15,12 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.calls.role import SetTier
 from meshrl.services.trainer.core.core import TrainerCore
-from meshrl.services.trainer.core.sleeping import CoreSleeper
+from meshrl.services.trainer.core.core_sleep import CoreSleeper
 
 WAY = ("memory", "accelerator", "disk", "accelerator", "memory", "disk", "memory", "accelerator")
-stepped, began, resumed = TrainerCore._step, TrainerCore.begin, CoreSleeper.resumed
+stepped, began, resumed = TrainerCore._run_step, TrainerCore.begin, CoreSleeper.try_resume
 
 
 def main() -> None:
@@ -31,14 +31,16 @@ def main() -> None:
 
     async def step_and_sleep(self: TrainerCore, step: int) -> None:
         await stepped(self, step)
-        segments, files = self.mesh.settings.places
+        segments, files = self.mesh.settings.offload_targets
         for tier in WAY:
-            wish = Settle(tier, self.tiers.epoch + 1, False, segments, files)
-            await self.tiers.settle(wish)
+            wish = SetTier(tier, self.tiers.epoch + 1, False, segments, files)
+            await self.tiers.set_tier(wish)
             (own.marks / f"slept-{step}-{self.tiers.epoch}").touch()
             dies(f"{tier}@{step}")
         if f"absent@{step}" in own.die and not (own.marks / f"died-absent@{step}").exists():
-            await self.tiers.settle(Settle("absent", self.tiers.epoch + 1, False, segments, files))
+            await self.tiers.set_tier(
+                SetTier("absent", self.tiers.epoch + 1, False, segments, files)
+            )
             dies(f"absent@{step}")
 
     def dies(where: str) -> None:
@@ -49,7 +51,7 @@ def main() -> None:
 
     async def begin(self: TrainerCore) -> None:
         await began(self)
-        (own.marks / f"began-{self.position.version}-covered-{self.checkpoints.step}").touch()
+        (own.marks / f"began-{self.position.version}-covered-{self.checkpoints.last_step}").touch()
 
     async def resume(self: CoreSleeper, row: Any) -> bool:
         found = await resumed(self, row)
@@ -57,9 +59,9 @@ def main() -> None:
             (own.marks / f"resumed-{row.version}").touch()
         return found
 
-    TrainerCore._step = step_and_sleep  # type: ignore[method-assign]
+    TrainerCore._run_step = step_and_sleep  # type: ignore[method-assign]
     TrainerCore.begin = begin  # type: ignore[method-assign]
-    CoreSleeper.resumed = resume  # type: ignore[method-assign]
+    CoreSleeper.try_resume = resume  # type: ignore[method-assign]
     sys.argv = ["meshrl.services.trainer", *rest]
     runpy.run_module("meshrl.services.trainer", run_name="__main__")
 

@@ -33,7 +33,7 @@ from loadtests.measuring.entry import flat, options, report
 from loadtests.measuring.metered import family, kind_of, started
 from meshrl.common.base.errors import MeshError
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 
 WORKERS = "sandbox workers"
 SCAN = 1000  # keys that Redis looks at in one go
@@ -67,12 +67,12 @@ def share(samples: Samples) -> float:
     return rise(samples) / middle if middle else 0.0
 
 
-async def processes(state: State, launcher: int) -> dict[str, Reading]:
+async def processes(state: StateClient, launcher: int) -> dict[str, Reading]:
     """`name pid` of each process below the launcher -> `rss`, `pss` (bytes), `fds`, `threads`.
 
     What a sandbox starts for its work is one reading, `sandbox workers`, since it comes and goes.
     """
-    alive = [entry for entry in await registry.entries(state) if entry.alive]
+    alive = [entry for entry in await registry.list_entries(state) if entry.alive]
     served = {p: n for e in alive for n, p in e.stats.get("environments", {}).items()}
     names = served | {entry.pid: entry.name for entry in alive} | {launcher: "meshrl"}
     found: dict[str, Reading] = {}
@@ -100,23 +100,23 @@ def _reading(process: psutil.Process) -> Reading:
         }
 
 
-async def redis(state: State) -> Reading:
+async def redis(state: StateClient) -> Reading:
     """`keys`, `keys <pattern>`, `memory`, `aof`, `events` (entries of the stream)."""
     found: Counter[str] = Counter()
     cursor: Any = 0
     while True:
-        cursor, keys = await state.command("SCAN", cursor, "COUNT", SCAN)
+        cursor, keys = await state.run_command("SCAN", cursor, "COUNT", SCAN)
         found.update(map(_pattern, keys))
         if int(cursor) == 0:
             break
-    memory = await state.command("INFO", "memory")
-    persistence = await state.command("INFO", "persistence")
+    memory = await state.run_command("INFO", "memory")
+    persistence = await state.run_command("INFO", "persistence")
     told = {f"keys {pattern}": float(n) for pattern, n in found.items()}
     return told | {
         "keys": float(sum(found.values())),
         "memory": float(memory["used_memory"]),
         "aof": float(persistence.get("aof_current_size", 0)),
-        "events": float(await state.command("XLEN", "{mesh}:events")),
+        "events": float(await state.run_command("XLEN", "{mesh}:events")),
     }
 
 
@@ -182,7 +182,7 @@ class Soak:
         self.series: Series = {}
         self.steps: list[tuple[float, float]] = []
 
-    async def watch(self, state: State, launcher: int, seconds: float) -> None:
+    async def watch(self, state: StateClient, launcher: int, seconds: float) -> None:
         """Sample every few seconds, from the first step on; RuntimeError when the run ends."""
         until = time.monotonic() + UP_S
         while steps_done(self.run_dir) < 1:

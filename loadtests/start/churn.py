@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 from loadtests.start.nursed import left, nursery, starting
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
 
 AT_ONCE = 8
 END_S = 60.0  # for a process to end, on a machine that others use
@@ -72,7 +72,11 @@ class Churn:
         argv = [sys.executable, "-m", "loadtests.start.brief", *words]
         log = self._logs / "brief.log"
         return self._host.spawn(
-            argv, name="brief", env=self._environment, log=log, how=Spawning(pipe=pipe)
+            argv,
+            name="brief",
+            env=self._environment,
+            log=log,
+            options=SpawnOptions(has_channel=pipe),
         )
 
 

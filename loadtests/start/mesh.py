@@ -22,12 +22,12 @@ import psutil
 
 from loadtests.measuring.metered import LOOK_S, started
 from loadtests.trainer import digits
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.state import registry
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Resident, Role
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import Instance, Role
+from meshrl.common.state.redis.client import StateClient
 
 LENGTH = 1200  # tokens: over 20 s at that pace
 WORKERS = 3
@@ -56,9 +56,9 @@ def mesh(folder: Path, chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 async def one(job: Path, out: Path, spawned: bool) -> dict[str, float]:
-    os.environ.pop(NURSERY_ENV, None)
+    os.environ.pop(FORK_SERVER_ENV, None)
     if spawned:
-        os.environ[NURSERY_ENV] = OFF
+        os.environ[FORK_SERVER_ENV] = FORK_SERVER_OFF
     try:
         async with started(job, out, *CHANGES) as (state, meter), asyncio.timeout(WITHIN_S):
             await until(lambda: all_settled(state))
@@ -68,7 +68,7 @@ async def one(job: Path, out: Path, spawned: bool) -> dict[str, float]:
             figures["move_decided_s"], figures["move_s"] = await moved(state)
             return figures
     finally:
-        os.environ.pop(NURSERY_ENV, None)
+        os.environ.pop(FORK_SERVER_ENV, None)
 
 
 async def until(what: Callable[[], Awaitable[bool]]) -> float:
@@ -78,25 +78,25 @@ async def until(what: Callable[[], Awaitable[bool]]) -> float:
     return time.perf_counter() - began
 
 
-async def all_settled(state: State) -> bool:
+async def all_settled(state: StateClient) -> bool:
     found = await residents(state)
-    return len(found) == WORKERS and all(one.settled for one in found.values())
+    return len(found) == WORKERS and all(one.is_reconciled for one in found.values())
 
 
-async def residents(state: State) -> dict[str, Resident]:
+async def residents(state: StateClient) -> dict[str, Instance]:
     return {
         gang.workers[rank]: resident
-        for gang in await pool.gangs(state)
+        for gang in await pool.read_gangs(state)
         for resident in gang.residents
         for rank in resident.ranks
     }
 
 
-async def an_engine(state: State) -> registry.Entry:
-    return next(e for e in await registry.entries(state, "engine") if e.alive)
+async def an_engine(state: StateClient) -> registry.RegistryEntry:
+    return next(e for e in await registry.list_entries(state, "engine") if e.alive)
 
 
-async def restarted(state: State) -> float:
+async def restarted(state: StateClient) -> float:
     engine = await an_engine(state)
     os.kill(engine.pid, signal.SIGKILL)
 
@@ -110,12 +110,12 @@ async def restarted(state: State) -> float:
     return took
 
 
-async def moved(state: State) -> tuple[float, float]:
+async def moved(state: StateClient) -> tuple[float, float]:
     """Return seconds from a request to move an engine's worker to the decision, and on to ready."""
     engine = await an_engine(state)
     there = await residents(state)
     worker = next(w for w, one in there.items() if engine.name == f"engine/{one.id}")
-    await pool.request(
+    await pool.submit_request(
         state, PoolRequest(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
     )
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.host.settings import SETTINGS_ENV
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
-from meshrl.common.mesh.process.handle import Child, start_time
+from meshrl.common.mesh.process.child_handle import ChildProcess, read_start_time
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from meshrl.common.mesh.process.host import Host
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.services.nursery import MeshNursery
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.services.mesh_fork_server import MeshForkServer
 
 BUDGET = (5, 60.0)
 GRACE_S = 5.0
@@ -31,7 +31,7 @@ def processes_of(mark: str) -> list[int]:
             about = (place / "environ").read_bytes() + (place / "cmdline").read_bytes()
         except OSError:
             continue
-        if mark.encode() in about and int(name) != os.getpid() and start_time(int(name)):
+        if mark.encode() in about and int(name) != os.getpid() and read_start_time(int(name)):
             found.append(int(name))
     return found
 
@@ -49,28 +49,28 @@ async def left(mark: str, within_s: float, but: frozenset[int] = frozenset()) ->
 @contextlib.contextmanager
 def starting(how: str) -> Iterator[None]:
     """Within this block processes are forked by the nursery whose socket `how` is, or executed."""
-    before = os.environ.get(NURSERY_ENV)
-    os.environ[NURSERY_ENV] = how
+    before = os.environ.get(FORK_SERVER_ENV)
+    os.environ[FORK_SERVER_ENV] = how
     try:
         yield
     finally:
         if before is None:
-            del os.environ[NURSERY_ENV]
+            del os.environ[FORK_SERVER_ENV]
         else:
-            os.environ[NURSERY_ENV] = before
+            os.environ[FORK_SERVER_ENV] = before
 
 
 @contextlib.asynccontextmanager
-async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, Child]]:
+async def nursery(host: Host, root: Path) -> AsyncIterator[tuple[str, ChildProcess]]:
     """A mesh's nursery: its socket and its process, which ends with the block."""
-    place = MeshPlace(root)
+    place = MeshPaths(root)
     environment = {SETTINGS_ENV: str(place.settings), "OMP_NUM_THREADS": "1"}
-    os.environ.pop(NURSERY_ENV, None)  # a mesh below another one's nursery starts none
-    nursed = MeshNursery(host, SystemClock(), place, environment, BUDGET)
+    os.environ.pop(FORK_SERVER_ENV, None)  # a mesh below another one's nursery starts none
+    nursed = MeshForkServer(host, SystemClock(), place, environment, BUDGET)
     await nursed.start()
     try:
-        await nursed.listens()
+        await nursed.wait_until_listening()
         [process] = nursed.supervisor.children.values()
-        yield nursed.environment[NURSERY_ENV], process
+        yield nursed.environment[FORK_SERVER_ENV], process
     finally:
         await nursed.stop(GRACE_S)

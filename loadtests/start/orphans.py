@@ -25,8 +25,8 @@ import psutil
 from loadtests.measuring.meshed import own_nursery
 from loadtests.start.nursed import LOOK_S, left, nursery, starting
 from loadtests.start.owner import IN_THE_WAY
-from meshrl.common.mesh.process.forking.birth import ANSWER_S, NURSERY_ENV
-from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild
+from meshrl.common.mesh.process.child_handle import UNKNOWN_EXIT_STATUS, SystemChild
+from meshrl.common.mesh.process.forking.fork_client import ANSWER_TIMEOUT_S, FORK_SERVER_ENV
 from meshrl.common.mesh.process.host import SystemHost
 
 CHILDREN = 4  # of an owner
@@ -81,7 +81,7 @@ class Trials:
         owner = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "loadtests.start.owner", str(CHILDREN), str(seed)),
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {NURSERY_ENV: nursery, "MESHRL_TRIAL": mark},
+            env=os.environ | {FORK_SERVER_ENV: nursery, "MESHRL_TRIAL": mark},
         )
         assert owner.stdout is not None
         async with asyncio.timeout(BEGIN_S):
@@ -111,14 +111,17 @@ class Trials:
                 argv = [sys.executable, "-m", "loadtests.start.brief", how]
                 child = self._host.spawn(argv, name=how, env={"MESHRL_TRIAL": mark})
                 children.append(child)
-                self.found.hung += time.perf_counter() - began > 2 * ANSWER_S
+                self.found.hung += time.perf_counter() - began > 2 * ANSWER_TIMEOUT_S
         fault.join()
         for child in children:
             child.kill()
         for child in children:
             code = await child.wait(WITHIN_S)
             self.found.hung += code is None
-            if code not in (-signal.SIGKILL, UNKNOWN_EXIT):  # the nursery could not tell any more
+            if code not in (
+                -signal.SIGKILL,
+                UNKNOWN_EXIT_STATUS,
+            ):  # the nursery could not tell any more
                 self.found.told.append(f"{child.name} ended with {code}")
 
 

@@ -25,22 +25,22 @@ from loadtests.start.nursed import nursery, starting
 from loadtests.trainer import digits
 from meshrl.common.base.host.settings import SETTINGS_ENV
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.mesh.process.forking.birth import OFF
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_OFF
 from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
 from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.pool.workers.names import shard, worker_process
-from meshrl.common.state.pool.workers.rows import Budget, Resident, Role, WorkerRow
-from meshrl.job import bundle, jobfile
-from meshrl.services.node.residents.budgets import Budgets
-from meshrl.services.node.residents.process import Around, RoleProcess
-from meshrl.services.node.residents.roles import RoleWish, with_overrides
-from meshrl.services.node.residents.room import GpuRoom
-from meshrl.services.node.residents.segments import Segments
+from meshrl.common.state.pool.workers.process_names import shard_name, worker_name
+from meshrl.common.state.pool.workers.rows import Instance, Role, TierBytes, WorkerRow
+from meshrl.job import bundle, job_reader
+from meshrl.services.node.instances.budgets import Budgets
+from meshrl.services.node.instances.desired_roles import DesiredRole, override_commands
+from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
+from meshrl.services.node.instances.role_process import RoleProcess, WorkerContext
+from meshrl.services.node.instances.segments import MemorySegments
 from meshrl.services.node.worker import GangWorker
-from meshrl.services.rollout.environments.pool import command
-from meshrl.services.rollout.environments.process import EnvironmentProcess
+from meshrl.services.rollout.environments.environment_pool import build_command
+from meshrl.services.rollout.environments.environment_process import EnvironmentProcess
 
 LOOK_S = 0.004  # how soon readiness is seen
 WORKER = WorkerRow("loadtest", "one", "cpu:0", 0)
@@ -56,12 +56,14 @@ class Started:
     nursery_cpu_s: float = 0.0
 
 
-def a_worker_of(mesh: Mesh) -> Around:
+def a_worker_of(mesh: Mesh) -> WorkerContext:
     """What role processes of this process as a worker have in common."""
     logs = Path(mesh.settings.run_root) / "logs"
-    segments = Segments(lambda: mesh.host.room(logs).memory)
-    budgets = Budgets(Budget(), mesh.host, logs)
-    return Around(mesh, WORKER.id, with_overrides([]), logs, budgets, segments, GpuRoom(mesh))
+    segments = MemorySegments(lambda: mesh.host.measure_free_space(logs).memory_bytes)
+    budgets = Budgets(TierBytes(), mesh.host, logs)
+    return WorkerContext(
+        mesh, WORKER.id, override_commands([]), logs, budgets, segments, GpuMemoryGuard(mesh)
+    )
 
 
 class Starts:
@@ -73,11 +75,11 @@ class Starts:
         self._jobs: dict[str, JobData] = {}
         self._services = Supervisor(mesh.host, mesh.clock)
         self.kinds: dict[str, Callable[[], Awaitable[Started]]] = {
-            "engine": lambda: self._role(Resident("g0.0", ALONE, Role.ROLLOUT)),
-            "trainer": lambda: self._role(Resident("g0.1", ALONE, Role.TRAINING, core=True)),
-            "helper": lambda: self._role(Resident("g0.2", ALONE, Role.TRAINING)),
+            "engine": lambda: self._role(Instance("g0.0", ALONE, Role.ROLLOUT)),
+            "trainer": lambda: self._role(Instance("g0.1", ALONE, Role.TRAINING, core=True)),
+            "helper": lambda: self._role(Instance("g0.2", ALONE, Role.TRAINING)),
             "rank": lambda: self._role(
-                Resident("g0.3", PAIR, Role.TRAINING, core=True, ranks=(0, 1)), rank=1
+                Instance("g0.3", PAIR, Role.TRAINING, core=True, ranks=(0, 1)), rank=1
             ),
             "shard": self._shard,
             "environment": self._environment,
@@ -90,28 +92,28 @@ class Starts:
         task = digits.write(folder / "task", (LENGTH,))
         for job, changes in {ALONE: [], PAIR: ["training.ranks=2", "mesh.workers=3"]}.items():
             out = folder / job
-            config, base = jobfile.load(task.job_file(out, steps=10), changes)
-            _, document = bundle.pack(config, base, out)
+            config, base = job_reader.load_config(task.job_file(out, steps=10), changes)
+            _, document = bundle.pack_bundle(config, base, out)
             await jobs.submit(self._mesh.state, job, document, str(out), uuid.uuid4().hex)
-            self._jobs[job] = JobData.of(job, document, str(out))
+            self._jobs[job] = JobData.from_document(job, document, str(out))
         await self.kinds["trainer"]()
 
     async def close(self) -> None:
         await self._services.stop(1.0)
 
-    async def _role(self, resident: Resident, rank: int = 0) -> Started:
+    async def _role(self, resident: Instance, rank: int = 0) -> Started:
         mesh = self._mesh
         around = a_worker_of(mesh)
         leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, list)
-        wish = RoleWish("g0", resident, rank, mesh.name)
+        wish = DesiredRole("g0", resident, rank, mesh.name)
         role = RoleProcess(around, wish, leases, lambda: None)
         try:
             return await self._timed(role.name, role.start, lambda: role.pid)
         finally:
-            await role.stop("measured", leaving=True)
+            await role.stop("measured", worker_stops=True)
 
     async def _shard(self) -> Started:
-        name = shard(ALONE, 0)
+        name = shard_name(ALONE, 0)
         argv = [sys.executable, "-m", "meshrl.services.rollout", "--job", ALONE, "--shard", "0"]
         spec = ChildSpec(name, argv, log=self._logs / "shard.log")
         found = Supervisor(self._mesh.host, self._mesh.clock)
@@ -143,11 +145,15 @@ class Starts:
     async def _environment(self) -> Started:
         """Until it has answered its first operation."""
         process = EnvironmentProcess(
-            self._mesh, command(self._jobs[ALONE]), "environment", self._logs / "e.log", STEP_S
+            self._mesh,
+            build_command(self._jobs[ALONE]),
+            "environment",
+            self._logs / "e.log",
+            STEP_S,
         )
         try:
             nursing, began = cpu_s(self._nursery), time.perf_counter()
-            await process.put((1, "begin", {"prompt": "1+1="}))
+            await process.submit((1, "begin", {"prompt": "1+1="}))
             took, used = time.perf_counter() - began, cpu_s(process.pid)
             return Started(took, used, cpu_s(self._nursery) - nursing)
         finally:
@@ -160,7 +166,7 @@ async def opened(folder: Path) -> AsyncIterator[tuple[Starts, str]]:
     def worker(mesh: Mesh) -> GangWorker:
         return GangWorker(mesh, WORKER, a_worker_of(mesh))
 
-    async with meshed(worker_process(WORKER.id), worker) as (mesh, members):
+    async with meshed(worker_name(WORKER.id), worker) as (mesh, members):
         directory = members.directory
         (directory / "mesh").mkdir()
         mesh.settings.to_file(directory / "mesh" / "settings.json")
@@ -187,7 +193,7 @@ async def measured(folder: Path, repeats: int, only: list[str]) -> dict[str, Any
             for kind, start in starts.kinds.items():
                 if only and kind not in only:
                     continue
-                for how, found in ((socket, forked), (OFF, executed)):
+                for how, found in ((socket, forked), (FORK_SERVER_OFF, executed)):
                     with starting(how):
                         found.setdefault(kind, []).append(await start())
     figures: dict[str, Any] = {}

@@ -22,8 +22,8 @@ from meshrl.common.api.sandbox import JailSettings
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import select_interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 
@@ -39,21 +39,21 @@ async def measured(pythons: list[str]) -> dict[str, Any]:
     count = 0
     for python in pythons:
         clock = SystemClock()
-        interpreter = interpreter_of(JailSettings(python=python))
-        launcher = JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find())
+        interpreter = select_interpreter(JailSettings(python=python))
+        launcher = JailLauncher(SystemHost(), clock, "bwrap", interpreter, cgroups.find_parents())
         try:
             for row in map(json.loads, PROGRAMS.read_text().splitlines()):
                 name = row["name"]
-                ran = await launcher.run(Program(row["source"], row["mode"]), LIMITS)
-                if ran.exit == NOTHING_TO_DO:
+                ran = await launcher.run(JailProgram(row["source"], row["mode"]), LIMITS)
+                if ran.exit_code == NOTHING_TO_DO:
                     continue
                 count += 1
                 key = f"{python} {name}"
-                if ran.refused:
-                    refused.append(f"{key}: {' '.join(ran.refused)}")
-                if ran.status != "ok" or ran.exit:
+                if ran.denied_calls:
+                    refused.append(f"{key}: {' '.join(ran.denied_calls)}")
+                if ran.status != "ok" or ran.exit_code:
                     said = ran.stderr.decode(errors="replace")[-300:]
-                    failed.append(f"{key}: {ran.status} {ran.exit} {ran.error} {said}")
+                    failed.append(f"{key}: {ran.status} {ran.exit_code} {ran.error} {said}")
         finally:
             await launcher.stop()
     return {"programs": count, "refused": refused, "failed": failed}

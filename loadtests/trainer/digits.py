@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from loadtests.peers.make_model import Shape, write_model
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
 
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"  # "_" pads and "$" ends for who needs that
 SHAPE = Shape("qwen2", hidden=128, layers=2, heads=4, kv_heads=2, ffn=512, vocabulary=96)
@@ -83,7 +83,7 @@ def write(folder: Path, lengths: tuple[int, ...]) -> Task:
     folder.mkdir(parents=True, exist_ok=True)
     task = Task(folder, lengths)
     write_model(task.model, SHAPE)
-    character_tokenizer(CHARACTERS, task.model / "tokenizer.json")
+    build_character_tokenizer(CHARACTERS, task.model / "tokenizer.json")
     rng = random.Random(0)
     prompts = [f"{rng.randint(0, 9)}+{rng.randint(0, 9)}=" for _ in range(ROWS)]
     task.rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

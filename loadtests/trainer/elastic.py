@@ -22,10 +22,10 @@ from loadtests.measuring.processes import cpu_s
 from loadtests.trainer import digits
 from loadtests.trainer.digits import Task
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Role
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 
 LENGTH = 128  # tokens of each completion: a step trains for a second or two
 BIN_TOKENS = 1100  # 8 sequences: 8 rounds a step, 4 of two ranks each
@@ -111,13 +111,13 @@ async def joined(task: Task, out: Path) -> tuple[list[Row], int]:
         await committed(state, JOIN_AT)
         worker = next(
             gang.workers[resident.ranks[0]]
-            for gang in await pool.gangs(state)
+            for gang in await pool.read_gangs(state)
             for resident in gang.residents
             if resident.role == Role.ROLLOUT
         )
         moved = (await row_of(state)).version
         asked = PoolRequest(uuid.uuid4().hex, "move", worker=worker, role=Role.TRAINING)
-        await pool.request(state, asked)
+        await pool.submit_request(state, asked)
         while True:
             rows = await steps_of(state, out)
             if len(rows) >= JOIN_AT + JOIN_STEPS or (rows and len(rows[-1]["workers"]) > 1):
@@ -165,18 +165,18 @@ async def recovered(task: Task, out: Path) -> tuple[float, float, float]:
         return took, used, sum(row["train_s"] for row in rows[: KILL_AT + 1])
 
 
-async def trainer_pid(state: State) -> int:
-    return next(entry.pid for entry in await registry.entries(state, "trainer") if entry.alive)
+async def trainer_pid(state: StateClient) -> int:
+    return next(entry.pid for entry in await registry.list_entries(state, "trainer") if entry.alive)
 
 
-async def committed(state: State, version: int) -> None:
+async def committed(state: StateClient, version: int) -> None:
     while (row := await row_of(state)).version < version:
         if row.phase == jobs.Phase.FAILED:
             raise RuntimeError(f"the job failed: {row.error}")
         await asyncio.sleep(LOOK_S)
 
 
-async def row_of(state: State) -> jobs.JobRow:
-    while not (rows := await jobs.jobs(state)):
+async def row_of(state: StateClient) -> jobs.JobRow:
+    while not (rows := await jobs.read_jobs(state)):
         await asyncio.sleep(LOOK_S)
     return rows[0]

@@ -7,15 +7,20 @@ from functools import partial
 
 import torch
 
-from meshrl.common.api.transfer.deltas import Base
+from meshrl.common.api.transfer.deltas import VersionRef
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.model.files.safetensors_file import NAMES
-from meshrl.common.model.files.source import nbytes
+from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES
+from meshrl.common.model.files.tensor_source import count_bytes
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.layout.identity import Described, Tree, identity
-from meshrl.common.weights.layout.laying import How, whole
-from meshrl.common.weights.layout.manifest import chunk_bytes
-from meshrl.common.weights.staging import COPY_S, Stager, assembled, keep
+from meshrl.common.weights.layout.chunk_builder import StagingOptions, as_complete_rows
+from meshrl.common.weights.layout.identity import MerkleTree, TensorSpec, compute_identity
+from meshrl.common.weights.layout.manifest import choose_chunk_bytes
+from meshrl.common.weights.staging import (
+    COPY_TIMEOUT_S,
+    VersionStager,
+    build_version,
+    stage_manifest,
+)
 
 WIDTH = 1024  # elements of a row
 TENSOR_BYTES = 16 << 20  # of a tensor, about a layer's projection
@@ -33,7 +38,7 @@ async def staged_whole(
     version: int,
     tensors: Mapping[str, torch.Tensor],
     *,
-    base: Base | None = None,
+    base: VersionRef | None = None,
     scale: float = 0.0,
     dtype: str = "",
     most: int = 0,
@@ -41,17 +46,19 @@ async def staged_whole(
     """Stage whole tensors in chunks of at most `most` bytes; return the manifest's digest."""
     kinds: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        kinds.setdefault(dtype or NAMES[tensor.dtype], {})[name] = tensor
-    size = sum(map(nbytes, tensors.values()))
+        kinds.setdefault(dtype or DTYPE_NAMES[tensor.dtype], {})[name] = tensor
+    size = sum(map(count_bytes, tensors.values()))
     laid = []
     for kind, some in kinds.items():
-        how = How(kind, most or chunk_bytes(size))
-        async with Stager(mesh, bulk, how, f"storing weights of version {version}") as stager:
-            lay = partial(stager.lay, partial(whole, some))
-            stager.write(await mesh.host.run_blocking(lay, deadline_s=COPY_S))
-            laid.append(await stager.end())
-    made = assembled(job, lineage, version, tensors, laid, base, scale)
-    await keep(mesh, made)
+        how = StagingOptions(kind, most or choose_chunk_bytes(size))
+        async with VersionStager(
+            mesh, bulk, how, f"storing weights of version {version}"
+        ) as stager:
+            lay = partial(stager.copy_rows, partial(as_complete_rows, some))
+            stager.start_writing(await mesh.host.run_blocking(lay, deadline_s=COPY_TIMEOUT_S))
+            laid.append(await stager.finish())
+    made = build_version(job, lineage, version, tensors, laid, base, scale)
+    await stage_manifest(mesh, made)
     return made.digest
 
 
@@ -96,8 +103,8 @@ def change(tensors: Mapping[str, torch.Tensor], share: float, seed: int) -> int:
 
 def identity_of(tensors: Mapping[str, torch.Tensor]) -> str:
     """Of all of them together, by `meshrl.common.weights.layout.identity`."""
-    described = {name: Described.of(tensor) for name, tensor in tensors.items()}
-    trees = {name: Tree() for name in tensors}
+    described = {name: TensorSpec.from_tensor(tensor) for name, tensor in tensors.items()}
+    trees = {name: MerkleTree() for name in tensors}
     for name, tensor in tensors.items():
         trees[name].add_rows(tensor, 0)
-    return identity(described, trees)
+    return compute_identity(described, trees)

@@ -27,23 +27,23 @@ from typing import Any
 
 from loadtests.measuring.meshed import ROOT, START_S, own_nursery, redis
 from loadtests.weights.network import Links
-from meshrl.common.api.weights import STORE
+from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.host.settings import SECRET_BYTES, SETTINGS_ENV
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.common.mesh.runtime.mesh import MeshSettings
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State, asked_once, sync_client
-from meshrl.common.state.redis.keys import MESH
+from meshrl.common.state.redis.client import StateClient, open_sync_client, run_script_once
+from meshrl.common.state.redis.keys import MESH_PREFIX
 
 ORDER_S = 900.0
 LOOK_S = 0.02
 ADMIT_S = 10.0  # for Redis to take the name of a host
 FORKED = (
     "meshrl.services.weights.store",
-    "meshrl.services.engine.running",
+    "meshrl.services.engine.role_process",
     "meshrl.services.node.agent",
     "loadtests.weights.members.member",
     "loadtests.weights.members.serving",
@@ -113,7 +113,7 @@ class Member:
         return self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
 
     def cpu_s(self) -> float:
-        usage = self._child.usage()
+        usage = self._child.read_usage()
         return usage.cpu_s if usage is not None else 0.0
 
     def signal(self, number: signal.Signals) -> None:
@@ -143,12 +143,12 @@ class Scene:
             if self.links is not None:
                 await opened.enter_async_context(self.links)
             self._url = opened.enter_context(redis(self.directory))
-            if NURSERY_ENV not in os.environ:  # else a test's run or a caller has one
-                about: dict[str, Any] = {"how": Spawning(own_session=True), **ENVIRON}
+            if FORK_SERVER_ENV not in os.environ:  # else a test's run or a caller has one
+                about: dict[str, Any] = {"how": SpawnOptions(own_session=True), **ENVIRON}
                 nursery = own_nursery(self._host, self.directory, "nursery", *FORKED, **about)
-                os.environ[NURSERY_ENV], _ = await opened.enter_async_context(nursery)
-                opened.callback(os.environ.pop, NURSERY_ENV)
-            self.state = await State.open(self._url)
+                os.environ[FORK_SERVER_ENV], _ = await opened.enter_async_context(nursery)
+                opened.callback(os.environ.pop, FORK_SERVER_ENV)
+            self.state = await StateClient.open(self._url)
             opened.push_async_callback(self.state.close)
             opened.push_async_callback(self._end_all)
             self._opened = opened.pop_all()
@@ -173,8 +173,8 @@ class Scene:
         path = self.root(host) / "settings.json"
         if more or not path.exists():
             self.root(host).mkdir(exist_ok=True)
-            with contextlib.closing(sync_client(self._url, ADMIT_S)) as client:
-                asked_once(client, "admit_host", [MESH], {"host": f"h{host}"})
+            with contextlib.closing(open_sync_client(self._url, ADMIT_S)) as client:
+                run_script_once(client, "admit_host", [MESH_PREFIX], {"host": f"h{host}"})
             bound = {"bind": self.links.bind(host)} if self.links is not None else {}
             MeshSettings(
                 redis_url=self._url,
@@ -196,14 +196,16 @@ class Scene:
         net = str(self.links.pids[host] if self.links is not None else 0)
         argv = [sys.executable, "-m", "loadtests.weights.members.within", net, module, *words]
         about = ENVIRON | {SETTINGS_ENV: str(settings), "MALLOC_ARENA_MAX": "2"} | env
-        child = self._host.spawn(argv, name=name, env=about, log=log, how=Spawning(pipe=pipe))
+        child = self._host.spawn(
+            argv, name=name, env=about, log=log, options=SpawnOptions(has_channel=pipe)
+        )
         member = Member(name, child, log)
         self.members.append(member)
         return member
 
     async def store(self, host: int = 0) -> Member:
-        member = self.start(STORE, host, "meshrl.services.weights")
-        await self.registered(STORE)
+        member = self.start(STORE_NAME, host, "meshrl.services.weights")
+        await self.registered(STORE_NAME)
         return member
 
     async def member(
@@ -250,7 +252,7 @@ class Scene:
 
         return asyncio.create_task(answered())
 
-    async def registered(self, name: str, gone: str = "") -> registry.Entry:
+    async def registered(self, name: str, gone: str = "") -> registry.RegistryEntry:
         """The entry of a process, once it has a live lease under another incarnation than `gone`;
         TimeoutError.
         """

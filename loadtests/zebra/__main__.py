@@ -100,7 +100,7 @@ def beside_the_simulator(
 ) -> dict[str, Any]:
     """Utilisation, hidden transfers and ratios, as measured and as the list schedule has them."""
     plain = setting.simulated(asymmetric=False)
-    simulated = setting.serial_s / plain.makespan
+    simulated = setting.serial_s / plain.makespan_s
     found: dict[str, Any] = {
         "ratio_distep_simulated": round(simulated, 3),
         "ratio_distep_share": round(told["ratio_distep"] / simulated, 3),

@@ -24,26 +24,31 @@ import torch.distributed as dist
 
 from loadtests.measuring.processes import forked
 from loadtests.measuring.rounds import rotated
-from meshrl.common.api.ranks import Meeting
-from meshrl.common.hardware.zebra.asymmetry import ExpertHosting, HostingBounds, RankCounts, hosting
-from meshrl.common.hardware.zebra.batches import spread
-from meshrl.common.hardware.zebra.costs import Costs
-from meshrl.common.hardware.zebra.kinds import declared_profile
-from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile
-from meshrl.common.hardware.zebra.shapes import costs_of
-from meshrl.common.hardware.zebra.timeline import Timeline, serial_s, timeline
+from meshrl.common.api.ranks import Rendezvous
+from meshrl.common.hardware.zebra.core_shapes import compute_costs
+from meshrl.common.hardware.zebra.costs import MicroBatchCosts
+from meshrl.common.hardware.zebra.declared_profiles import build_declared_profile
+from meshrl.common.hardware.zebra.expert_hosting import (
+    ExpertHosting,
+    HostingBounds,
+    RankCounts,
+    optimize_hosting,
+)
+from meshrl.common.hardware.zebra.micro_batches import pack_micro_batches
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, MixtureProfile
+from meshrl.common.hardware.zebra.timeline import Timeline, build_timeline, compute_serial_s
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.rows import Drawn
+from meshrl.common.model.files.initial_parameters import RandomParameters
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.arithmetic.learner import LearnerSettings
 from meshrl.services.trainer.bins.division import ZebraDivision
 from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.learner.learner import LearnerSettings
 from meshrl.services.trainer.ranks.rank import join_group
-from meshrl.services.trainer.sharding.learners import GangPlace
-from meshrl.services.trainer.zebra.learner import ZebraLearner
-from meshrl.services.trainer.zebra.pace import ZebraPace
-from meshrl.sim.zebra.setups import MODELS
+from meshrl.services.trainer.sharding.learners import RankContext
+from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
+from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
+from meshrl.sim.zebra.paper_setups import MODELS
 
 DEADLINE_S = 120.0
 VOCABULARY, WIDTH = 64, 32
@@ -68,25 +73,27 @@ class Setting:
     longest_s: float = LONGEST_S  # that the longest task takes here
 
     @cached_property
-    def profile(self) -> Profile:
+    def profile(self) -> MixtureProfile:
         shape = MODELS[self.model].shape
-        return declared_profile(shape, FAST, SLOW, link_bytes_per_s=LINK_BYTES_PER_S)
+        return build_declared_profile(shape, FAST, SLOW, link_bytes_per_s=LINK_BYTES_PER_S)
 
     @cached_property
-    def costs(self) -> tuple[Costs, float]:
+    def costs(self) -> tuple[MicroBatchCosts, float]:
         """Of a micro-batch of one sequence, in declared seconds: see `costs_of`."""
         profile = self.profile
         assert profile.fast.attention is not None
-        batches = spread({self.length: COUNT * MICROS}, COUNT * MICROS, profile.fast.attention)
+        batches = pack_micro_batches(
+            {self.length: COUNT * MICROS}, COUNT * MICROS, profile.fast.attention
+        )
         assert batches is not None
-        return costs_of(profile, RankCounts(COUNT, COUNT), batches)
+        return compute_costs(profile, RankCounts(COUNT, COUNT), batches)
 
     @cached_property
     def hosting(self) -> ExpertHosting:
         """What Asym-EA puts on attention ranks; memory sets no bounds here."""
         layers, experts, ranks = self.profile.layers, self.profile.experts, RankCounts(COUNT, COUNT)
         bounds = HostingBounds(0, layers * experts)
-        return hosting(layers, MICROS, experts, ranks, *self.costs, bounds)
+        return optimize_hosting(layers, MICROS, experts, ranks, *self.costs, bounds)
 
     @property
     def scale(self) -> float:
@@ -98,13 +105,13 @@ class Setting:
         """A step of the gang as the list schedule has it, in declared seconds."""
         costs, elsewhere = self.costs
         if asymmetric:
-            costs = self.hosting.costs(costs, elsewhere)
-        return timeline(self.profile.layers, MICROS, costs)
+            costs = self.hosting.apply_to_costs(costs, elsewhere)
+        return build_timeline(self.profile.layers, MICROS, costs)
 
     @property
     def serial_s(self) -> float:
         """The same without overlap, in declared seconds."""
-        return serial_s(self.profile.layers, MICROS, self.costs[0])
+        return compute_serial_s(self.profile.layers, MICROS, self.costs[0])
 
 
 @dataclass(frozen=True)
@@ -116,13 +123,13 @@ class Arm:
     rounds: int  # that make a step
     links: bool = True  # whether transfers take time
 
-    def profile(self, setting: Setting) -> Profile:
+    def profile(self, setting: Setting) -> MixtureProfile:
         profile = setting.profile
         if self.links:
             return profile
         return replace(profile, link_bytes_per_s=FREE_BYTES_PER_S, link_latency_s=0.0)
 
-    def kind(self, profile: Profile, rank: int) -> AcceleratorCosts:
+    def kind(self, profile: MixtureProfile, rank: int) -> AcceleratorCosts:
         return profile.fast if rank < COUNT else profile.slow
 
 
@@ -136,9 +143,13 @@ def arms(setting: Setting) -> list[Arm]:
         Arm("distep", ZebraDivision(COUNT, COUNT, 1, none), MICROS),
         Arm("ep", ZebraDivision(ranks, 0, 1, (experts // ranks,) * layers), MICROS // 2),
     ]
-    if setting.simulated(False).makespan > WORTH * setting.simulated(True).makespan:
+    if setting.simulated(False).makespan_s > WORTH * setting.simulated(True).makespan_s:
         found.append(
-            Arm("asymmetric", ZebraDivision(COUNT, COUNT, MICROS, setting.hosting.hosted), 1)
+            Arm(
+                "asymmetric",
+                ZebraDivision(COUNT, COUNT, MICROS, setting.hosting.on_attention_ranks),
+                1,
+            )
         )
     return found
 
@@ -196,24 +207,24 @@ def made(setting: Setting, arm: Arm, rank: int, group: Any) -> ZebraLearner:
     shape = config(setting)
     with torch.device("meta"):
         model = Decoder(shape)
-    profile = arm.profile(setting).slowed(setting.scale)
-    pace = ZebraPace(profile, arm.kind(profile, rank), setting.length / setting.tokens)
+    profile = arm.profile(setting).scale_time(setting.scale)
+    pace = ZebraEmulation(profile, arm.kind(profile, rank), setting.length / setting.tokens)
     settings = LearnerSettings(OptimizerConfig(), AlgorithmConfig())
-    place = GangPlace(group, Drawn(shape, 0), DEADLINE_S)
+    place = RankContext(group, RandomParameters(shape, 0), DEADLINE_S)
     return ZebraLearner(model, settings, place, arm.division, True, pace)
 
 
 def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[str, Any]:
-    micros = arm.division.micros if learner.attends else 0
+    micros = arm.division.micro_batches if learner.has_attention else 0
     spans: list[tuple[float, float]] = []
     moved: list[tuple[float, float]] = []
     own = [bin_of(setting, rank * 100 + i) for i in range(arm.rounds * micros)]
     dist.barrier()
     began_s = time.monotonic()
     for number in range(arm.rounds):
-        learner.bins_gradient(own[number * micros : (number + 1) * micros])
-        spans += [(span.began_s, span.ended_s) for span in learner.round.spans]
-        moved += learner.round.transfers
+        learner.compute_local_gradient(own[number * micros : (number + 1) * micros])
+        spans += [(span.start_s, span.end_s) for span in learner.zebra_round.spans]
+        moved += learner.zebra_round.transfers
     dist.barrier()
     return {
         "arm": arm.name,
@@ -225,13 +236,13 @@ def step(setting: Setting, arm: Arm, learner: ZebraLearner, rank: int) -> dict[s
 
 def run(directory: Path, setting: Setting, rounds: int, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    group = join_group(Meeting(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
+    group = join_group(Rendezvous(1, str(directory / "meeting"), DEADLINE_S), rank, RANKS, "cpu")
     chosen = arms(setting)
     learners = {arm.name: made(setting, arm, rank, group) for arm in chosen}
     for arm in chosen:
         step(setting, arm, learners[arm.name], rank)  # whatever is done once
-    paces = [learner.pace for learner in learners.values() if learner.pace is not None]
-    before = sum(p.paced for p in paces), sum(p.late for p in paces)
+    paces = [learner.emulation for learner in learners.values() if learner.emulation is not None]
+    before = sum(p.emulated_steps for p in paces), sum(p.late_steps for p in paces)
     cpu_s, began_s = time.process_time(), time.monotonic()
     found = []
     for number in range(rounds):
@@ -240,8 +251,8 @@ def run(directory: Path, setting: Setting, rounds: int, rank: int) -> dict[str, 
     return {
         "steps": found,
         "cores": (time.process_time() - cpu_s) / (time.monotonic() - began_s),
-        "paced": sum(pace.paced for pace in paces) - before[0],
-        "late": sum(pace.late for pace in paces) - before[1],
+        "paced": sum(pace.emulated_steps for pace in paces) - before[0],
+        "late": sum(pace.late_steps for pace in paces) - before[1],
     }
 
 

@@ -5,7 +5,7 @@ Nothing heavy is imported here, so that `meshrl --help` and errors in a job file
 """
 
 # In the order in which `meshrl --help` shows the commands.
-from meshrl.cli import runs, weights, following, meshes, hosts, tokens  # isort: skip
+from meshrl.cli import runs, weights, monitoring, meshes, hosts, tokens  # isort: skip
 from meshrl.cli.arguments import app
 
-__all__ = ["app", "following", "hosts", "meshes", "runs", "tokens", "weights"]
+__all__ = ["app", "hosts", "meshes", "monitoring", "runs", "tokens", "weights"]

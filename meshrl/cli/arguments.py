@@ -12,27 +12,27 @@ import typer
 from typer.core import TyperCommand
 from typer.models import CommandFunctionType
 
-from meshrl.common.base.host.terminal import guarded_output
+from meshrl.common.base.host.terminal import escaped_output
 
 
-class _Command(TyperCommand):
+class _GuardedCommand(TyperCommand):
     """A command whose output shows control characters of texts that it prints."""
 
     def invoke(self, ctx: Any) -> Any:
-        with guarded_output():
+        with escaped_output():
             return super().invoke(ctx)
 
 
-class Commands(typer.Typer):
+class CommandGroup(typer.Typer):
     """A group of commands."""
 
     def command(
         self, name: str | None = None, **options: Any
     ) -> Callable[[CommandFunctionType], CommandFunctionType]:
-        return super().command(name, cls=_Command, **options)
+        return super().command(name, cls=_GuardedCommand, **options)
 
 
-app = Commands(
+app = CommandGroup(
     name="meshrl",
     epilog="A first run: meshrl init mygame; meshrl run mygame/job.toml",
     no_args_is_help=True,
@@ -42,40 +42,44 @@ app = Commands(
 )
 
 
-def _run(text: str) -> Path:
+def _parse_run_argument(text: str) -> Path:
     """The directory that an argument names; of a URL, one to which the run is brought."""
     if "://" not in text:
         return Path(text)
-    from meshrl.run.from_url import brought
+    from meshrl.run.run_download import download_run
 
-    return brought(text)
+    return download_run(text)
 
 
-Job = Annotated[Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)]
-Run = Annotated[
+JobArgument = Annotated[
+    Path, typer.Argument(metavar="JOB", help="A job file (TOML).", show_default=False)
+]
+RunArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", parser=_run, help="A run directory, as in runs/calculator, or a run's URL."
+        metavar="RUN",
+        parser=_parse_run_argument,
+        help="A run directory, as in runs/calculator, or a run's URL.",
     ),
 ]
-RunOrJob = Annotated[
+RunOrJobArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run directory, or a job of the mesh by its name.")
 ]
-RunOrUrl = Annotated[
+RunOrUrlArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[RUN]",
-        parser=_run,
+        parser=_parse_run_argument,
         help="A run directory, or a run's URL; default: the mesh started last.",
     ),
 ]
-RunOrMesh = Annotated[
+RunOrMeshArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[RUN]", help="A run or mesh directory; default: the mesh started last."
     ),
 ]
-Set = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -83,7 +87,7 @@ Set = Annotated[
         help="Overrides a key of the job file; VALUE is TOML or a bare string. May be repeated.",
     ),
 ]
-Changes = Annotated[
+ChangeOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -91,18 +95,20 @@ Changes = Annotated[
         help="Changes a key of the run, from its next step on. May be repeated.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")]
-RateUp = Annotated[
+SeedOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Overrides `seed` of the job file.")
+]
+RateUpOption = Annotated[
     float,
     typer.Option(metavar="MB", min=0, help="A second, that bulk ports here send; 0: no bound."),
 ]
-RateDown = Annotated[
+RateDownOption = Annotated[
     float, typer.Option(metavar="MB", min=0, help="A second, that they receive; 0: no bound.")
 ]
-NoWorkers = Annotated[
+NoWorkersOption = Annotated[
     bool, typer.Option("--no-workers", help="This host computes nothing: it gives no worker.")
 ]
-Services = Annotated[
+ServicesOption = Annotated[
     str | None,
     typer.Option(
         metavar="KINDS",
@@ -110,8 +116,8 @@ Services = Annotated[
         "shards,sandboxes.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
-Foreground = Annotated[
+ForceOption = Annotated[bool, typer.Option("--force", help="Replaces a run that has ended.")]
+ForegroundOption = Annotated[
     bool, typer.Option("--foreground", help="Stays, as the main process of a container does.")
 ]
 HealthOption = Annotated[
@@ -124,7 +130,7 @@ HealthOption = Annotated[
 MetricsOption = Annotated[
     str, typer.Option(help="Where each process serves its metrics, HOST:PORTS; or off.")
 ]
-Root = Annotated[
+RootOption = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Where this host keeps its files; default .meshrl."),
 ]
@@ -145,21 +151,21 @@ TokenOption = Annotated[
         "default: $MESHRL_TOKEN.",
     ),
 ]
-SamplingSeed = Annotated[
+SamplingSeedOption = Annotated[
     int | None, typer.Option("--seed", metavar="N", help="Default: another each time.")
 ]
-StepOfModel = Annotated[
+StepOption = Annotated[
     int | None,
     typer.Option("--step", metavar="N", help="Of a run: that step's model; default: the last."),
 ]
-BestModel = Annotated[
+BestOption = Annotated[
     bool, typer.Option("--best", help="Of a run: the one that evaluation found best.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Prints JSON for a program to read.")]
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         try:
             version = metadata.version("meshrl")
         except metadata.PackageNotFoundError:
@@ -172,7 +178,9 @@ def _version(asked: bool) -> None:
 def _meshrl(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Prints the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Prints the version."
+        ),
     ] = False,
 ) -> None:
     """Reinforcement learning for language models on a mesh of accelerators.
@@ -182,6 +190,6 @@ def _meshrl(
     """
 
 
-def overrides(values: list[str] | None, seed: int | None) -> list[str]:
+def merge_overrides(values: list[str] | None, seed: int | None) -> list[str]:
     """`--set` and `--seed` as keys of the job file."""
     return [*(values or []), *([] if seed is None else [f"seed={seed}"])]

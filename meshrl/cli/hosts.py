@@ -7,22 +7,22 @@ from typing import Annotated
 import typer
 
 from meshrl.cli.arguments import (
-    AsJson,
-    Commands,
-    Foreground,
+    CommandGroup,
+    ForegroundOption,
     HealthOption,
+    JsonOption,
     MeshOption,
     MetricsOption,
-    NoWorkers,
-    RateDown,
-    RateUp,
-    Root,
-    Services,
+    NoWorkersOption,
+    RateDownOption,
+    RateUpOption,
+    RootOption,
+    ServicesOption,
     app,
 )
 
-DRAIN_S = 60.0  # at most: a job's core moves when a checkpoint has it
-Name = Annotated[
+DRAIN_TIMEOUT_S = 60.0  # at most: a job's core moves when a checkpoint has it
+HostArgument = Annotated[
     str, typer.Argument(metavar="HOST", help="As in `meshrl hosts`, or how its name begins.")
 ]
 
@@ -38,13 +38,13 @@ def join(
             "standard input; default: $MESHRL_JOIN, the token or its file.",
         ),
     ] = None,
-    root: Root = None,
+    root: RootOption = None,
     workers: Annotated[
         int, typer.Option(metavar="N", min=0, help="CPU slots; 0 with cuda: one for each GPU.")
     ] = 1,
     device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
-    no_workers: NoWorkers = False,
-    services: Services = None,
+    no_workers: NoWorkersOption = False,
+    services: ServicesOption = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -84,8 +84,8 @@ def join(
             help="Of disk, for weights that several processes here need; 0: each fetches them.",
         ),
     ] = 64.0,
-    rate_up: RateUp = 0.0,
-    rate_down: RateDown = 0.0,
+    rate_up: RateUpOption = 0.0,
+    rate_down: RateDownOption = 0.0,
     metrics: MetricsOption = "127.0.0.1:*",
     standby: Annotated[
         bool, typer.Option(help="Whether a planner may stand by here, for the head's.")
@@ -113,7 +113,7 @@ def join(
             help="Leaves the mesh when it is told to end; the mesh forgets it when it stays away.",
         ),
     ] = False,
-    foreground: Foreground = False,
+    foreground: ForegroundOption = False,
     drain_s: Annotated[
         float,
         typer.Option(
@@ -123,7 +123,7 @@ def join(
             help="With --foreground: told to end, it first has everything move away from it, for "
             "so long at most; 0: it ends at once.",
         ),
-    ] = DRAIN_S,
+    ] = DRAIN_TIMEOUT_S,
     health: HealthOption = "",
 ) -> None:
     """Joins a mesh that was started with `meshrl up --listen`: this host gives it its accelerators.
@@ -141,18 +141,18 @@ def join(
 
         MESHRL_JOIN=/run/secrets/join meshrl join --foreground
     """
-    from meshrl.launch import roles
-    from meshrl.launch.foreground import ended
-    from meshrl.launch.hosts import joining
-    from meshrl.launch.hosts.returning import Offer
+    from meshrl.launch import host_capacity
+    from meshrl.launch.foreground import run_foreground
+    from meshrl.launch.hosts import host_join
+    from meshrl.launch.hosts.host_offer import HostOffer
 
     sources = {name: context.get_parameter_source(name) for name in context.params}
     named = {name for name, source in sources.items() if source and source.name != "DEFAULT"}
     slots = 0 if no_workers and "workers" not in named else workers
 
     def coming() -> int:
-        role = roles.role(slots, device, no_workers, services)
-        offer = Offer(
+        role = host_capacity.parse_host_capacity(slots, device, no_workers, services)
+        offer = HostOffer(
             role.workers,
             role.device,
             listen,
@@ -164,21 +164,21 @@ def join(
             interface,
             network,
             cache,
-            role.takes if services is not None else None,
+            role.accepted_services if services is not None else None,
             advertise,
             ephemeral,
             rate_up,
             rate_down,
             named,
         )
-        return joining.join(token, root, offer, foreground, head, health, drain_s)
+        return host_join.join_mesh(token, root, offer, foreground, head, health, drain_s)
 
-    raise typer.Exit(ended(coming) if foreground else coming())
+    raise typer.Exit(run_foreground(coming) if foreground else coming())
 
 
 @app.command(rich_help_panel="Hosts")
 def leave(
-    root: Root = None,
+    root: RootOption = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also when the head cannot be told.")
     ] = False,
@@ -191,13 +191,13 @@ def leave(
 
         meshrl leave
     """
-    from meshrl.launch.hosts import leaving
+    from meshrl.launch.hosts import host_leave
 
-    leaving.leave(root, force)
+    host_leave.leave_mesh(root, force)
 
 
 @app.command(rich_help_panel="Hosts")
-def hosts(json: AsJson = False, mesh: MeshOption = None) -> None:
+def hosts(json: JsonOption = False, mesh: MeshOption = None) -> None:
     """Shows the hosts of a mesh: how each stands, what it has, how far it is.
 
     Example:
@@ -206,18 +206,18 @@ def hosts(json: AsJson = False, mesh: MeshOption = None) -> None:
     """
     from meshrl.commands import hosts as commands
 
-    commands.show(mesh, json)
+    commands.print_hosts(mesh, json)
 
 
 @app.command(rich_help_panel="Hosts")
 def drain(
-    host: Name,
+    host: HostArgument,
     off: Annotated[bool, typer.Option("--off", help="Uses it again.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Returns when nothing is on it.")] = False,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Waits no longer; default: for ever.")
     ] = None,
-    json: AsJson = False,
+    json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     """Moves everything away from a host, which nothing new is placed on: then it may leave.
@@ -234,19 +234,19 @@ def drain(
     from meshrl.commands import hosts as commands
 
     if off:
-        commands.undrain(host, json, mesh)
+        commands.end_drain(host, json, mesh)
     else:
-        commands.drain(host, wait, timeout, json, mesh)
+        commands.drain_host(host, wait, timeout, json, mesh)
 
 
-keys = Commands(
+keys = CommandGroup(
     invoke_without_command=True, help="Whose keys a mesh lets in; each process has its own."
 )
 app.add_typer(keys, name="keys", rich_help_panel="Hosts")
 
 
 @keys.callback()
-def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None) -> None:
+def _keys(context: typer.Context, json: JsonOption = False, mesh: MeshOption = None) -> None:
     """Shows whose keys a mesh lets in.
 
     Examples:
@@ -258,11 +258,11 @@ def _keys(context: typer.Context, json: AsJson = False, mesh: MeshOption = None)
     if context.invoked_subcommand is None:
         from meshrl.commands import keys as commands
 
-        commands.show(mesh, json)
+        commands.print_keys(mesh, json)
 
 
 @keys.command("list")
-def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
+def list_(json: JsonOption = False, mesh: MeshOption = None) -> None:
     """Shows whose keys are let in.
 
     Example:
@@ -271,12 +271,12 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
     """
     from meshrl.commands import keys as commands
 
-    commands.show(mesh, json)
+    commands.print_keys(mesh, json)
 
 
 @keys.command()
 def revoke(
-    which: Annotated[
+    host_or_key: Annotated[
         str,
         typer.Argument(
             metavar="HOST_OR_KEY",
@@ -293,4 +293,4 @@ def revoke(
     """
     from meshrl.commands import keys as commands
 
-    commands.revoke(which, mesh)
+    commands.revoke_host_or_key(host_or_key, mesh)

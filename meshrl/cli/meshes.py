@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from meshrl.cli.arguments import (
-    AsJson,
-    Commands,
-    Foreground,
+    CommandGroup,
+    ForegroundOption,
     HealthOption,
+    JsonOption,
     MeshOption,
     MetricsOption,
-    NoWorkers,
-    RateDown,
-    RateUp,
-    Root,
-    Services,
+    NoWorkersOption,
+    RateDownOption,
+    RateUpOption,
+    RootOption,
+    ServicesOption,
     TokenOption,
     app,
 )
@@ -31,9 +31,9 @@ def up(
         typer.Option(metavar="N", min=0, help="0: as many as there are GPUs, or 3 CPU slots."),
     ] = 0,
     device: Annotated[str, typer.Option(help="What workers are: cpu, or cuda.")] = "cpu",
-    no_workers: NoWorkers = False,
-    services: Services = None,
-    root: Root = None,
+    no_workers: NoWorkersOption = False,
+    services: ServicesOption = None,
+    root: RootOption = None,
     bind: Annotated[str, typer.Option(help="Where every process listens.")] = "tcp://127.0.0.1:*",
     advertise: Annotated[str, typer.Option(help="What it tells others; default: `bind`.")] = "",
     metrics: MetricsOption = "127.0.0.1:*",
@@ -72,9 +72,9 @@ def up(
             help="Seal weights, files and gradients between hosts, too; default: with --listen.",
         ),
     ] = None,
-    rate_up: RateUp = 0.0,
-    rate_down: RateDown = 0.0,
-    foreground: Foreground = False,
+    rate_up: RateUpOption = 0.0,
+    rate_down: RateDownOption = 0.0,
+    foreground: ForegroundOption = False,
     health: HealthOption = "",
     secrets: Annotated[
         Path | None,
@@ -102,13 +102,15 @@ def up(
 
         meshrl down
     """
-    from meshrl.launch import roles, up_down
-    from meshrl.launch.foreground import ended
-    from meshrl.launch.head.shape import MeshShape
-    from meshrl.launch.hosts.returning import MB
+    from meshrl.launch import host_capacity, up_down
+    from meshrl.launch.foreground import run_foreground
+    from meshrl.launch.head.mesh_shape import MeshShape
+    from meshrl.launch.hosts.host_offer import MB
 
     def starting() -> int:
-        role = roles.role(workers, device, no_workers, services, roles.OF_A_HEAD)
+        role = host_capacity.parse_host_capacity(
+            workers, device, no_workers, services, host_capacity.DEFAULT_HEAD_WORKERS
+        )
         shape = MeshShape(
             workers=role.workers,
             device=role.device,
@@ -117,14 +119,14 @@ def up(
             metrics=metrics,
             listen=listen,
             encrypt=encrypt,
-            takes=role.takes,
+            takes=role.accepted_services,
             rate_up=int(rate_up * MB),
             rate_down=int(rate_down * MB),
         )
         options = up_down.UpOptions(config, gateway, resume, health, foreground, secrets)
         return up_down.up(root, shape, options)
 
-    raise typer.Exit(ended(starting) if foreground else starting())
+    raise typer.Exit(run_foreground(starting) if foreground else starting())
 
 
 @app.command(rich_help_panel="Meshes")
@@ -141,7 +143,7 @@ def down(mesh: MeshOption = None) -> None:
 
 
 @app.command(rich_help_panel="Meshes")
-def workers(json: AsJson = False, mesh: MeshOption = None) -> None:
+def workers(json: JsonOption = False, mesh: MeshOption = None) -> None:
     """Shows each worker with its accelerator, its role and the role it is to have.
 
     Example:
@@ -150,7 +152,7 @@ def workers(json: AsJson = False, mesh: MeshOption = None) -> None:
     """
     from meshrl.commands import status as commands
 
-    commands.workers(mesh, json)
+    commands.print_workers(mesh, json)
 
 
 @app.command(rich_help_panel="Meshes")
@@ -168,9 +170,9 @@ def move(
 
         meshrl move w1 training
     """
-    from meshrl.client.client import request
+    from meshrl.client.client import run_request
 
-    print(request(lambda client: client.move(worker, role, job), mesh))
+    print(run_request(lambda client: client.move(worker, role, job), mesh))
 
 
 @app.command(rich_help_panel="Meshes")
@@ -178,11 +180,14 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="What would be decided of it, with rule and figures.")
     ] = False,
-    look: Annotated[
+    snapshot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A look that was saved; default: the mesh as it is."),
+        typer.Option(
+            "--snapshot", metavar="FILE", help="A saved snapshot; default: the mesh as it is."
+        ),
     ] = None,
-    json: AsJson = False,
+    look: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     """Prints what the planner decides from, as JSON, or what it would decide. Changes nothing.
@@ -191,11 +196,13 @@ def plan(
 
         meshrl plan --explain
 
-        meshrl plan > look.json; meshrl plan --explain --look look.json
+        meshrl plan > pool.json; meshrl plan --explain --snapshot pool.json
     """
     from meshrl.commands import planning
 
-    raise typer.Exit(planning.show(look, explain, json, mesh))
+    if look is not None:
+        typer.echo("--look is deprecated: use --snapshot", err=True)
+    raise typer.Exit(planning.print_plan(snapshot or look, explain, json, mesh))
 
 
 @app.command(rich_help_panel="Meshes")
@@ -212,9 +219,9 @@ def delete(
 
         meshrl delete calculator
     """
-    from meshrl.client.client import request
+    from meshrl.client.client import run_request
 
-    request(lambda client: client.delete(job), mesh, token)
+    run_request(lambda client: client.delete(job), mesh, token)
     print(f"{job} is deleted; its run directory stays")
 
 
@@ -228,10 +235,10 @@ def doctor() -> None:
     """
     from meshrl.commands import doctor as checks
 
-    raise typer.Exit(checks.show())
+    raise typer.Exit(checks.print_findings())
 
 
-engine = Commands(no_args_is_help=True, help="Engines with an interpreter of their own.")
+engine = CommandGroup(no_args_is_help=True, help="Engines with an interpreter of their own.")
 app.add_typer(engine, name="engine", rich_help_panel="Help")
 
 
@@ -260,7 +267,7 @@ def install(
     """
     from meshrl.commands import engines
 
-    print(engines.install(name, directory))
+    print(engines.install_engine(name, directory))
 
 
 @app.command(rich_help_panel="Meshes")
@@ -299,6 +306,6 @@ def simulate(
 
         meshrl simulate zebra
     """
-    from meshrl.commands import simulating
+    from meshrl.commands import simulation
 
-    raise typer.Exit(simulating.run(scenario, what_if or [], set or [], out, from_))
+    raise typer.Exit(simulation.run_simulation(scenario, what_if or [], set or [], out, from_))

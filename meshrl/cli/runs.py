@@ -8,33 +8,33 @@ from typing import Annotated
 import typer
 
 from meshrl.cli.arguments import (
-    AsJson,
-    BestModel,
-    Changes,
-    Force,
-    Job,
+    BestOption,
+    ChangeOption,
+    ForceOption,
+    JobArgument,
+    JsonOption,
     MeshOption,
-    Run,
-    RunOrJob,
-    SamplingSeed,
-    Seed,
-    Set,
-    StepOfModel,
+    RunArgument,
+    RunOrJobArgument,
+    SamplingSeedOption,
+    SeedOption,
+    SetOption,
+    StepOption,
     TokenOption,
     app,
-    overrides,
+    merge_overrides,
 )
 
 
 @app.command(rich_help_panel="Runs")
 def run(
-    job: Job,
-    seed: Seed = None,
-    set_: Set = None,
+    job: JobArgument,
+    seed: SeedOption = None,
+    set_: SetOption = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Prints the resolved job and the process plan.")
     ] = False,
-    force: Force = False,
+    force: ForceOption = False,
 ) -> None:
     """Starts a mesh, trains the job on it, reports, and stops the mesh.
 
@@ -49,28 +49,28 @@ def run(
 
         meshrl run examples/calculator.toml --dry-run
     """
-    from meshrl.job import jobfile
+    from meshrl.job import job_reader
     from meshrl.launch.checks import mesh_checks
 
-    found = jobfile.read(job, overrides(set_, seed))
-    mesh_checks.check(found)
+    found = job_reader.read_job_file(job, merge_overrides(set_, seed))
+    mesh_checks.check_job_and_mesh(found)
     if dry_run:
-        from meshrl.job.toml.writing import to_toml
-        from meshrl.launch.services import plan
-        from meshrl.view.live import printing
+        from meshrl.job.toml.writer import to_toml
+        from meshrl.launch.services import service_plan
+        from meshrl.view.live import console_tables
         from meshrl.view.terminal import Console
 
         # The job goes to the standard output, to be redirected into a file and run.
-        print(to_toml(found.config.document()), end="")
-        table = printing.table("process", "what it does")
+        print(to_toml(found.config.to_document()), end="")
+        table = console_tables.make_table("process", "what it does")
         table.title, table.title_justify = "processes", "left"
-        for row in plan.described(found.config):
+        for row in service_plan.describe_processes(found.config):
             table.add_row(*row)
         Console(stderr=True).print(table)
         return
     from meshrl.run import session
 
-    raise typer.Exit(session.run(found.config, found.base, force, job))
+    raise typer.Exit(session.run_job(found.config, found.base, force, job))
 
 
 @app.command(rich_help_panel="Runs")
@@ -95,13 +95,13 @@ def init(
 
         meshrl init mysums --example calculator
     """
-    from meshrl.starter import creating
+    from meshrl.job_template import job_creation
 
-    creating.create(name, example)
+    job_creation.create_job(name, example)
 
 
 @app.command(rich_help_panel="Runs")
-def resume(run: Run, set_: Changes = None) -> None:
+def resume(run: RunArgument, set_: ChangeOption = None) -> None:
     """Continues a run that was stopped or cut off, or a finished one with more steps to do.
 
     With the mesh's Redis data in the run directory everything goes on where it was; without it the
@@ -115,20 +115,20 @@ def resume(run: Run, set_: Changes = None) -> None:
 
         meshrl resume runs/calculator --set budget.steps=96
     """
-    from meshrl.directory.places import existing_run
+    from meshrl.directory.directory_paths import require_run
 
-    existing_run(run)  # first, because what follows takes a second to import
-    from meshrl.run import resuming
+    require_run(run)  # first, because what follows takes a second to import
+    from meshrl.run import resumption
 
-    raise typer.Exit(resuming.resume(run, set_ or []))
+    raise typer.Exit(resumption.resume_run(run, set_ or []))
 
 
 @app.command(rich_help_panel="Runs")
 def submit(
-    job: Job,
-    seed: Seed = None,
-    set_: Set = None,
-    force: Force = False,
+    job: JobArgument,
+    seed: SeedOption = None,
+    set_: SetOption = None,
+    force: ForceOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
@@ -142,19 +142,19 @@ def submit(
 
         meshrl submit job.toml --token alice.token
     """
-    from meshrl.client import checked
-    from meshrl.client.client import request
+    from meshrl.client import job_check
+    from meshrl.client.client import run_request
 
-    found = checked.job_file(job, overrides(set_, seed), None)
-    handle = request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
+    found = job_check.load_checked_job(job, merge_overrides(set_, seed), None)
+    handle = run_request(lambda c: c.submit(found, job_file=job, force=force), mesh, token)
     print(f"submitted {handle.name}; its run directory is {handle.run_dir}")
 
 
 @app.command(rich_help_panel="Runs")
 def export(
-    run: Run,
-    step: StepOfModel = None,
-    best: BestModel = False,
+    run: RunArgument,
+    step: StepOption = None,
+    best: BestOption = False,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Default: RUN/model, or RUN/model-N.")
     ] = None,
@@ -169,13 +169,13 @@ def export(
         meshrl export runs/calculator --step 12
     """
     if token and not (run / "job.json").is_file():
-        from meshrl.client.client import request
+        from meshrl.client.client import run_request
 
-        print(request(lambda c: c.weights(str(run), step, best=best, out=out), token=token))
+        print(run_request(lambda c: c.weights(str(run), step, best=best, out=out), token=token))
         return
-    from meshrl.directory import exporting
+    from meshrl.directory import model_export
 
-    raise typer.Exit(exporting.export(run, step, best, out))
+    raise typer.Exit(model_export.export_model(run, step, best, out))
 
 
 @app.command("eval", rich_help_panel="Runs")
@@ -183,11 +183,11 @@ def evaluate(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a run.")
     ],
-    job: Job,
-    set_: Set = None,
-    step: StepOfModel = None,
-    best: BestModel = False,
-    json: AsJson = False,
+    job: JobArgument,
+    set_: SetOption = None,
+    step: StepOption = None,
+    best: BestOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Evaluates a model on the held-out rows and evaluation datasets of a job, and trains nothing.
 
@@ -200,14 +200,14 @@ def evaluate(
 
         meshrl eval runs/calculator examples/calculator.toml --best --json
     """
-    from meshrl.run import evaluating
+    from meshrl.run import evaluation
 
-    raise typer.Exit(evaluating.evaluate(model, job, set_ or [], step, best, json))
+    raise typer.Exit(evaluation.evaluate_model(model, job, set_ or [], step, best, json))
 
 
 @app.command(rich_help_panel="Runs")
 def chat(
-    run: RunOrJob,
+    run: RunOrJobArgument,
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="One trajectory of it, and the end.")
     ] = None,
@@ -216,10 +216,10 @@ def chat(
         typer.Option(metavar="N", help="One trajectory of a held-out row, from 0, and its reward."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 1.0,
-    seed: SamplingSeed = None,
-    step: StepOfModel = None,
-    best: BestModel = False,
-    json: AsJson = False,
+    seed: SamplingSeedOption = None,
+    step: StepOption = None,
+    best: BestOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Talks with the trained model, with the tools and in the environment of its job.
 
@@ -234,15 +234,15 @@ def chat(
 
         meshrl chat runs/mygame --row 0 --temperature 0 --json
     """
-    from meshrl.run import talking
+    from meshrl.run import model_sampling
 
-    choice = talking.ModelChoice(step, best, temperature, seed, json)
-    raise typer.Exit(talking.chat(run, choice, prompt, row))
+    choice = model_sampling.ModelChoice(step, best, temperature, seed, json)
+    raise typer.Exit(model_sampling.chat_with_model(run, choice, prompt, row))
 
 
 @app.command(rich_help_panel="Runs")
 def sample(
-    run: RunOrJob,
+    run: RunOrJobArgument,
     prompt: Annotated[
         str,
         typer.Argument(
@@ -259,10 +259,10 @@ def sample(
             min=1, metavar="N", help="That the model samples of one; default: what has room."
         ),
     ] = None,
-    seed: SamplingSeed = None,
-    step: StepOfModel = None,
-    best: BestModel = False,
-    json: AsJson = False,
+    seed: SamplingSeedOption = None,
+    step: StepOption = None,
+    best: BestOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Samples trajectories of a prompt with a run's model, in the environment of its job.
 
@@ -278,7 +278,7 @@ def sample(
 
         meshrl sample runs/mygame - --greedy < prompts.txt
     """
-    from meshrl.run import talking
+    from meshrl.run import model_sampling
 
-    choice = talking.ModelChoice(step, best, 0.0 if greedy else temperature, seed, json)
-    raise typer.Exit(talking.sample(run, prompt, choice, n, max_tokens))
+    choice = model_sampling.ModelChoice(step, best, 0.0 if greedy else temperature, seed, json)
+    raise typer.Exit(model_sampling.sample_model(run, prompt, choice, n, max_tokens))

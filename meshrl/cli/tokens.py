@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, Commands, MeshOption, app
+from meshrl.cli.arguments import CommandGroup, JsonOption, MeshOption, app
 
-token = Commands(
+token = CommandGroup(
     no_args_is_help=True, help="Tokens, by which other people hand jobs to a mesh of yours."
 )
 app.add_typer(token, name="token", rich_help_panel="Meshes")
@@ -51,15 +51,15 @@ def create(
     from meshrl.commands import tokens
 
     if host:
-        tokens.create_for_host(name, hours, uses, out, mesh)
+        tokens.print_new_host_token(name, hours, uses, out, mesh)
     elif name is None:
         raise typer.BadParameter("whom is it for? (or --host)")
     else:
-        tokens.create(name, days, priority, out, mesh)
+        tokens.create_token(name, days, priority, out, mesh)
 
 
 @token.command("list")
-def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
+def list_(json: JsonOption = False, mesh: MeshOption = None) -> None:
     """Shows the tokens that were given, and which are good.
 
     Example:
@@ -68,7 +68,7 @@ def list_(json: AsJson = False, mesh: MeshOption = None) -> None:
     """
     from meshrl.commands import tokens
 
-    tokens.show(mesh, json)
+    tokens.print_tokens(mesh, json)
 
 
 @token.command()
@@ -85,7 +85,7 @@ def revoke(
     """
     from meshrl.commands import tokens
 
-    tokens.revoke(name, mesh)
+    tokens.revoke_tokens(name, mesh)
 
 
 @app.command(rich_help_panel="Hosts")

@@ -7,16 +7,24 @@ from typing import Annotated
 
 import typer
 
-from meshrl.cli.arguments import AsJson, Commands, MeshOption, RunOrJob, RunOrMesh, TokenOption, app
+from meshrl.cli.arguments import (
+    CommandGroup,
+    JsonOption,
+    MeshOption,
+    RunOrJobArgument,
+    RunOrMeshArgument,
+    TokenOption,
+    app,
+)
 
-weights = Commands(
+weights = CommandGroup(
     invoke_without_command=True,
     help="Weight versions of a run: which there are, which stay, how they differ.",
 )
 app.add_typer(weights, name="weights", rich_help_panel="Runs")
 
-VERSION = "A number, LINEAGE/NUMBER, last, best, or the first digits of its manifest."
-Version = Annotated[str, typer.Argument(metavar="VERSION", help=VERSION)]
+VERSION_HELP = "A number, LINEAGE/NUMBER, last, best, or the first digits of its manifest."
+VersionArgument = Annotated[str, typer.Argument(metavar="VERSION", help=VERSION_HELP)]
 
 
 @weights.callback()
@@ -32,7 +40,7 @@ def _weights(
         Path | None,
         typer.Option("--run", metavar="RUN", help="Of --explain: a run or a job of the mesh."),
     ] = None,
-    json: AsJson = False,
+    json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     if context.invoked_subcommand is not None:
@@ -44,12 +52,15 @@ def _weights(
         return
     from meshrl.commands import weights as commands
 
-    commands.explain(run, mesh, json)
+    commands.explain_transports(run, mesh, json)
 
 
 @weights.command("list")
 def list_(
-    run: RunOrMesh = None, json: AsJson = False, mesh: MeshOption = None, token: TokenOption = None
+    run: RunOrMeshArgument = None,
+    json: JsonOption = False,
+    mesh: MeshOption = None,
+    token: TokenOption = None,
 ) -> None:
     """Shows the versions that the store has of a run, and what keeps each.
 
@@ -61,15 +72,15 @@ def list_(
     """
     from meshrl.commands import weights as commands
 
-    commands.show(run, mesh, token, json)
+    commands.print_versions(run, mesh, token, json)
 
 
 @weights.command()
 def pin(
-    run: RunOrJob,
-    version: Version,
+    run: RunOrJobArgument,
+    version: VersionArgument,
     note: Annotated[str, typer.Option(metavar="TEXT", help="Why it is kept.")] = "",
-    json: AsJson = False,
+    json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
@@ -81,14 +92,14 @@ def pin(
     """
     from meshrl.commands import weights as commands
 
-    commands.pin(run, version, note, mesh, token, json)
+    commands.pin_version(run, version, note, mesh, token, json)
 
 
 @weights.command()
 def unpin(
-    run: RunOrJob,
-    version: Version,
-    json: AsJson = False,
+    run: RunOrJobArgument,
+    version: VersionArgument,
+    json: JsonOption = False,
     mesh: MeshOption = None,
     token: TokenOption = None,
 ) -> None:
@@ -100,18 +111,18 @@ def unpin(
     """
     from meshrl.commands import weights as commands
 
-    commands.unpin(run, version, mesh, token, json)
+    commands.unpin_version(run, version, mesh, token, json)
 
 
 @weights.command()
 def export(
-    run: RunOrJob,
-    version: Version = "last",
+    run: RunOrJobArgument,
+    version: VersionArgument = "last",
     out: Annotated[
         str,
         typer.Option(metavar="DIR|URL", help="Default: RUN/model-VERSION; or s3://BUCKET/PATH."),
     ] = "",
-    json: AsJson = False,
+    json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     """Writes a version as a Hugging Face directory, here or at a URL of any kind that fsspec knows.
@@ -124,7 +135,7 @@ def export(
     """
     from meshrl.commands import weights as commands
 
-    commands.export(run, version, out, mesh, json)
+    commands.export_version(run, version, out, mesh, json)
 
 
 @weights.command("import")
@@ -138,7 +149,7 @@ def import_(
     dtype: Annotated[
         str, typer.Option(help="The type of the version: float32 or bfloat16.")
     ] = "float32",
-    json: AsJson = False,
+    json: JsonOption = False,
 ) -> None:
     """Makes a run of a Hugging Face directory: its weights are version 0 there, to be compared,
     evaluated, exported, and begun from.
@@ -151,21 +162,21 @@ def import_(
     """
     from meshrl.commands import weights as commands
 
-    commands.import_(directory, out, dtype, json)
+    commands.import_model(directory, out, dtype, json)
 
 
 @weights.command()
 def diff(
-    run: RunOrJob,
-    first: Annotated[str, typer.Argument(metavar="V1", help=VERSION)],
-    second: Annotated[str, typer.Argument(metavar="V2", help=VERSION)] = "last",
+    run: RunOrJobArgument,
+    first: Annotated[str, typer.Argument(metavar="V1", help=VERSION_HELP)],
+    second: Annotated[str, typer.Argument(metavar="V2", help=VERSION_HELP)] = "last",
     other: Annotated[
         Path | None, typer.Option("--of", metavar="RUN", help="The run that V2 is of.")
     ] = None,
-    most: Annotated[
+    limit: Annotated[
         int, typer.Option("-n", metavar="N", min=0, help="Tensors that are shown; 0: all.")
     ] = 20,
-    json: AsJson = False,
+    json: JsonOption = False,
     mesh: MeshOption = None,
 ) -> None:
     """Compares two versions tensor by tensor: which share of the elements has changed, and the
@@ -179,4 +190,4 @@ def diff(
     """
     from meshrl.commands import weights as commands
 
-    commands.diff(run, first, second, other, most, mesh, json)
+    commands.diff_versions(run, first, second, other, limit, mesh, json)

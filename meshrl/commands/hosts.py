@@ -14,25 +14,27 @@ from functools import partial
 from pathlib import Path
 
 from meshrl.common.base.errors import DeadlineExceeded, NotFound, Refused
-from meshrl.common.state.pool.placing.snapshot import NOTICE, PoolRequest
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.redis.client import State
-from meshrl.directory.asking import ANSWER_S, ask
-from meshrl.directory.places import MeshPlace, find_mesh
-from meshrl.view.live import printing, tables
-from meshrl.view.mesh.hosts import HostRow, read_hosts
+from meshrl.common.state.pool.scheduling.snapshot import SHUTDOWN_NOTICE, PoolRequest
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths, find_mesh
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.view.live import console_tables, mesh_tables
+from meshrl.view.mesh.host_rows import HostRow, read_hosts
 
-LOOK_S = 0.25
-NEVER_S = 1e8  # the question ends itself
+POLL_S = 0.25
+NO_TIMEOUT_S = 1e8  # the question ends itself
 
 
-def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: Path | None) -> None:
+def drain_host(
+    name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: Path | None
+) -> None:
     """Asks that everything moves away from a host; with `wait` it returns when it has."""
     place, began = find_mesh(mesh), time.monotonic()
 
-    async def asked(state: State) -> HostRow:
-        found = await _host(state, place, name)
-        if found.draining in ("", NOTICE):  # that of a person outlasts its return
+    async def asked(state: StateClient) -> HostRow:
+        found = await _find_host(state, place, name)
+        if found.draining in ("", SHUTDOWN_NOTICE):  # that of a person outlasts its return
             if not any(
                 row.state == "up" and row.workers and row.host != found.host
                 for row in await read_hosts(state, place)
@@ -41,14 +43,16 @@ def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: P
                     f"{found.host} is the only host that runs anything",
                     fix="Join another one first, or `meshrl down`",
                 )
-            await pool.request(state, PoolRequest(uuid.uuid4().hex, "drain", host=found.host))
+            await pool.submit_request(
+                state, PoolRequest(uuid.uuid4().hex, "drain", host=found.host)
+            )
         return found
 
-    host = ask(place, asked, ANSWER_S).host
+    host = query_mesh(place, asked, ANSWER_TIMEOUT_S).host
     if wait:
-        _await_empty(place, host, began, timeout_s)
+        _wait_until_drained(place, host, began, timeout_s)
     took_s = round(time.monotonic() - began, 3)
-    row = ask(place, lambda state: _host(state, place, host), ANSWER_S)
+    row = query_mesh(place, lambda state: _find_host(state, place, host), ANSWER_TIMEOUT_S)
     if as_json:
         told = {"host": host, "state": row.state, "residents": row.residents}
         print(json.dumps(told | {"services": row.services, "drain_s": took_s if wait else None}))
@@ -59,42 +63,44 @@ def drain(name: str, wait: bool, timeout_s: float | None, as_json: bool, mesh: P
         print(f"{host} drains; `meshrl hosts` shows when it has, `meshrl drain --off` ends it")
 
 
-def undrain(name: str, as_json: bool, mesh: Path | None) -> None:
+def end_drain(name: str, as_json: bool, mesh: Path | None) -> None:
     """Lets a host be used again."""
     place = find_mesh(mesh)
 
-    async def asked(state: State) -> tuple[str, bool]:
-        found = await _host(state, place, name)
-        return found.host, await pool.mark_host(state, found.host, "")
+    async def asked(state: StateClient) -> tuple[str, bool]:
+        found = await _find_host(state, place, name)
+        return found.host, await pool.set_drain_reason(state, found.host, "")
 
-    host, changed = ask(place, asked, ANSWER_S)
+    host, changed = query_mesh(place, asked, ANSWER_TIMEOUT_S)
     if as_json:
         print(json.dumps({"host": host, "changed": changed}))
     else:
         print(f"{host} is used again" if changed else f"{host} was not draining")
 
 
-def _await_empty(place: MeshPlace, host: str, began: float, timeout_s: float | None) -> None:
-    until = math.inf if timeout_s is None else began + timeout_s
+def _wait_until_drained(
+    place: MeshPaths, host: str, started_s: float, timeout_s: float | None
+) -> None:
+    until = math.inf if timeout_s is None else started_s + timeout_s
 
-    async def empty(state: State) -> bool:
+    async def empty(state: StateClient) -> bool:
         while time.monotonic() < until:
-            found = await _host(state, place, host)
+            found = await _find_host(state, place, host)
             if not found.draining:
                 raise Refused(f"{host} does not drain any more", fix="`meshrl drain` asks again")
             left = found.residents or found.services
             if found.state == "drained" or (found.state == "away" and not left):
                 return True
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return False
 
-    if not ask(place, empty, NEVER_S):
+    if not query_mesh(place, empty, NO_TIMEOUT_S):
         raise DeadlineExceeded(
             f"{host} is not empty after {timeout_s:g} s", fix="`meshrl hosts` shows what is there"
         )
 
 
-async def _host(state: State, place: MeshPlace, name: str) -> HostRow:
+async def _find_host(state: StateClient, place: MeshPaths, name: str) -> HostRow:
     """The host of that name, or the one that begins so."""
     found = await read_hosts(state, place)
     named = [row for row in found if row.host == name] or [
@@ -107,11 +113,11 @@ async def _host(state: State, place: MeshPlace, name: str) -> HostRow:
     return named[0]
 
 
-def show(mesh: Path | None, as_json: bool) -> None:
+def print_hosts(mesh: Path | None, as_json: bool) -> None:
     """Prints the hosts of a mesh."""
     place = find_mesh(mesh)
-    found = ask(place, partial(read_hosts, place=place), ANSWER_S)
+    found = query_mesh(place, partial(read_hosts, mesh_paths=place), ANSWER_TIMEOUT_S)
     if as_json:
         print(json.dumps([asdict(row) for row in found]))
     else:
-        printing.show(tables.hosts(found))
+        console_tables.print_table(mesh_tables.make_hosts_table(found))

@@ -13,53 +13,63 @@ from pathlib import Path
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotFound, Refused
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.access import records
-from meshrl.common.state.hosts import admission, doors
-from meshrl.common.state.redis.client import State
-from meshrl.directory.asking import ANSWER_S, ask
-from meshrl.directory.joined import joined_hosts
-from meshrl.directory.places import MeshPlace, find_head
-from meshrl.view.live import printing
+from meshrl.common.mesh.access import access_records
+from meshrl.common.state.hosts import credentials, host_requests
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths, find_head
+from meshrl.directory.joined_hosts import read_joined_hosts
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.view.live import console_tables
 
-EXPEL_S = 20.0
-WHOLE = 64  # hexadecimal digits of a key
-KEY = f"[0-9a-f]{{8,{WHOLE}}}"  # or how one begins
+EXPEL_TIMEOUT_S = 20.0
+KEY_DIGITS = 64  # hexadecimal digits of a key
+KEY_PREFIX_PATTERN = f"[0-9a-f]{{8,{KEY_DIGITS}}}"  # or how one begins
 
 
-def show(mesh: Path | None, as_json: bool) -> None:
+def print_keys(mesh: Path | None, as_json: bool) -> None:
     """Prints the keys that are let in."""
     place = find_head(mesh)
-    found = ask(place, doors.rows, ANSWER_S)
+    found = query_mesh(place, credentials.list_credentials, ANSWER_TIMEOUT_S)
     if as_json:
         print(json.dumps([asdict(row) for row in found]))
         return
-    table = printing.table("host", "role", "process", "key", wraps=False)
+    table = console_tables.make_table("host", "role", "process", "key", wraps=False)
     for row in found:
         table.add_row(row.host, row.role, row.name, row.public)
-    printing.show(table)
+    console_tables.print_table(table)
 
 
-def revoke(which: str, mesh: Path | None) -> None:
+def revoke_host_or_key(host_or_key: str, mesh: Path | None) -> None:
     """Lets a host, or one key, in no more."""
     place = find_head(mesh)
-    begins = re.fullmatch(KEY, which.lower().removesuffix("...").removesuffix("…"))
-    if begins and not _named(place, which):
-        public, whose = ask(place, partial(_key, begins=begins[0]), ANSWER_S)
-        if not ask(place, lambda state: doors.revoke_key(state, public), ANSWER_S):
+    begins = re.fullmatch(
+        KEY_PREFIX_PATTERN, host_or_key.lower().removesuffix("...").removesuffix("…")
+    )
+    if begins and not _match_hosts(place, host_or_key):
+        public, whose = query_mesh(place, partial(_find_key, prefix=begins[0]), ANSWER_TIMEOUT_S)
+        if not query_mesh(
+            place, lambda state: credentials.revoke_key(state, public), ANSWER_TIMEOUT_S
+        ):
             raise Refused("this key was revoked before")
         print(
             f"the key {public[:8]}{whose} is revoked; its process is let in again with a new one "
             "when it starts again"
         )
         return
-    host = _joined(place, which)
+    host = _find_joined_host(place, host_or_key)
 
-    async def expelled(state: State) -> None:
-        op, about, within_s = uuid.uuid4().hex, {"host": host}, EXPEL_S - ANSWER_S
-        await admission.ask(state, SystemClock(), op, admission.LEAVE, about, within_s)
+    async def expelled(state: StateClient) -> None:
+        op, about, within_s = uuid.uuid4().hex, {"host": host}, EXPEL_TIMEOUT_S - ANSWER_TIMEOUT_S
+        await host_requests.submit_host_request(
+            state, SystemClock(), op, host_requests.LEAVE, about, within_s
+        )
 
-    token = _still_good(records.read(place.directory / records.FILE), host, time.time())
-    ask(place, expelled, EXPEL_S)
+    token = _find_valid_token(
+        access_records.read_records(place.directory / access_records.RECORDS_FILE),
+        host,
+        time.time(),
+    )
+    query_mesh(place, expelled, EXPEL_TIMEOUT_S)
     print(f"{host} is let in no more, and what runs there is cut off; it may join with a new token")
     if token:
         print(
@@ -68,43 +78,43 @@ def revoke(which: str, mesh: Path | None) -> None:
         )
 
 
-def _still_good(known: records.KnownHolders, host: str, now_s: float) -> str:
+def _find_valid_token(known: access_records.AccessRecords, host: str, now_s: float) -> str:
     """The name of the token that a member came by, if it would let it in again; empty: it would
     not.
     """
     by = {member.token for member in known.members if member.host == host}
-    good = (t for t in known.tokens if t.id in by and t.good(now_s) and not t.spent)
+    good = (t for t in known.tokens if t.id in by and t.good(now_s) and not t.is_exhausted)
     return next((token.name for token in good), "")
 
 
-async def _key(state: State, begins: str) -> tuple[str, str]:
+async def _find_key(state: StateClient, prefix: str) -> tuple[str, str]:
     """The one key that begins so, and who shows it, at whichever doors: any host may show another's
     at its own. A whole one need not be let in now.
     """
     found: dict[str, list[str]] = {}
-    for row in await doors.rows(state):
-        if row.public.startswith(begins):
+    for row in await credentials.list_credentials(state):
+        if row.public.startswith(prefix):
             found.setdefault(row.public, []).append(f"{row.name} on {row.host}")
-    if not found and len(begins) == WHOLE:
-        return begins, ""
+    if not found and len(prefix) == KEY_DIGITS:
+        return prefix, ""
     if len(found) != 1:
         several = ", ".join(f"{key[:16]} of {' and '.join(who)}" for key, who in found.items())
         raise NotFound(
-            f"{len(found) or 'no'} keys that are let in begin with {begins}",
+            f"{len(found) or 'no'} keys that are let in begin with {prefix}",
             fix=f"Give more digits: {several}" if found else "`meshrl keys` shows them",
         )
     [(public, shown)] = found.items()
     return public, f" of {' and '.join(shown)}"
 
 
-def _named(place: MeshPlace, name: str) -> list[str]:
+def _match_hosts(place: MeshPaths, name: str) -> list[str]:
     """The hosts whose name this is, or begins so."""
-    known = [MeshSettings.from_file(place.settings).host, *joined_hosts(place)]
+    known = [MeshSettings.from_file(place.settings).host, *read_joined_hosts(place)]
     return [name] if name in known else [host for host in known if host.startswith(name)]
 
 
-def _joined(place: MeshPlace, name: str) -> str:
-    known, named = joined_hosts(place), _named(place, name)
+def _find_joined_host(place: MeshPaths, name: str) -> str:
+    known, named = read_joined_hosts(place), _match_hosts(place, name)
     if named == [head := MeshSettings.from_file(place.settings).host]:
         raise Refused(f"{head} is the head of the mesh", fix="`meshrl down` stops the mesh")
     if len(named) != 1:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshrl.common.base.errors import ConfigError, MeshError, NotFound, PeerLost
-from meshrl.common.mesh.process.ends.failure import TAIL_BYTES, tail
-from meshrl.directory.places import MeshPlace, running_launcher
-from meshrl.directory.target import place_of
+from meshrl.common.mesh.process.diagnosis.failure import TAIL_BYTES, read_tail
+from meshrl.directory.command_target import resolve_mesh
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.mesh import Mesh
@@ -25,92 +25,99 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from meshrl.common.api.node import LogFile, LogPart, Node, ReadLog
-from meshrl.common.base.host.settings import OFF, MeshSettings
-from meshrl.common.mesh.access.owner import PERSON, person_settings
+from meshrl.common.base.host.settings import METRICS_OFF, MeshSettings
+from meshrl.common.mesh.access.owner import PERSON_ROLE, make_person_settings
 from meshrl.common.state import registry
-from meshrl.common.state.pool.workers.names import agent
+from meshrl.common.state.pool.workers.process_names import agent_name
 
 POLL_S = 0.3
-PART_BYTES = 1 << 18
-SILENT_S = 60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
+READ_BYTES = 1 << 18
+SILENCE_LIMIT_S = (
+    60.0  # an agent is back within seconds, and one that was cut off rarely takes longer
+)
 
 
-def show(words: list[str], mesh: Path | None, lines: int, follow: bool, listed: bool) -> None:
+def print_logs(
+    targets: list[str], mesh: Path | None, lines: int, follow: bool, list_only: bool
+) -> None:
     """`words`: a run or a mesh, a service of it, or both, in either order."""
-    where = next((Path(word) for word in words if Path(word).is_dir()), None)
-    named = [word for word in words if where is None or Path(word) != where]
+    where = next((Path(word) for word in targets if Path(word).is_dir()), None)
+    named = [word for word in targets if where is None or Path(word) != where]
     if len(named) > 1:
         raise ConfigError(
             f"{' and '.join(named)} are two services", fix="Name one, or none for all"
         )
     service = named[0] if named else None
-    place = place_of(where, mesh)
+    place = resolve_mesh(where, mesh)
     here = sorted(place.logs.glob("*.log"))
-    if listed:
-        _list(place, here)
+    if list_only:
+        _list_logs(place, here)
     elif service is None:
         sizes = {path: path.stat().st_size for path in here}
         for path in here:
-            _print(path.stem, tail(path, lines), len(here) > 1)
+            _print_lines(path.stem, read_tail(path, lines), len(here) > 1)
         if follow:
-            _follow(lambda: sorted(place.logs.glob("*.log")), sizes, True)
+            _follow_local(lambda: sorted(place.logs.glob("*.log")), sizes, True)
     else:
-        path = place.log(service)
+        path = place.log_path(service)
         perhaps_elsewhere = path not in here or place.joined.is_file()
-        if not (perhaps_elsewhere and asyncio.run(_remote(place, service, lines, follow, here))):
-            _print(path.stem, tail(path, lines), False)
+        if not (
+            perhaps_elsewhere
+            and asyncio.run(_print_remote_log(place, service, lines, follow, here))
+        ):
+            _print_lines(path.stem, read_tail(path, lines), False)
             if follow:
-                _follow(lambda: [path], {path: path.stat().st_size}, False)
+                _follow_local(lambda: [path], {path: path.stat().st_size}, False)
 
 
 # -- of other hosts --------------------------------------------------------------------------------
 
 
-def _list(place: MeshPlace, here: list[Path]) -> None:
+def _list_logs(place: MeshPaths, local_logs: list[Path]) -> None:
     """Host, bytes and name of each log."""
-    for path in here:
+    for path in local_logs:
         print(f"{'here':<28} {path.stat().st_size:>10}  {path.stem}")
-    if not running_launcher(place):
+    if not find_root_pid(place):
         return
 
     async def others() -> None:
-        async with RemoteLogs.of(place) as remote:
-            found, silent = await remote.listed()
+        async with RemoteLogs.connect(place) as remote:
+            found, silent = await remote.list_logs()
         for log in found:
-            print(f"{log.host:<28} {log.file.bytes:>10}  {log.file.name}")
+            print(f"{log.host:<28} {log.log_file.bytes:>10}  {log.log_file.name}")
         for host, why in silent.items():
             print(f"{host:<28} {'?':>10}  it does not tell: {why}")
 
     asyncio.run(others())
 
 
-async def _remote(
-    place: MeshPlace, service: str, lines: int, follow: bool, here: list[Path]
+async def _print_remote_log(
+    place: MeshPaths, service: str, lines: int, follow: bool, local_logs: list[Path]
 ) -> bool:
     """The log of a process that may be on another host, the newest of its name; False: it is that
     of this one.
     """
-    path, names = place.log(service), [path.stem for path in here]
+    path, names = place.log_path(service), [path.stem for path in local_logs]
     silent: dict[str, str] = {}
     async with contextlib.AsyncExitStack() as opened:
-        if running_launcher(place):
+        if find_root_pid(place):
             try:
-                remote = await opened.enter_async_context(RemoteLogs.of(place))
-                found, silent = await remote.listed()
+                remote = await opened.enter_async_context(RemoteLogs.connect(place))
+                found, silent = await remote.list_logs()
             except MeshError as error:  # perhaps what the log of this host is to tell of
-                if path not in here:
+                if path not in local_logs:
                     raise
                 told = f"whether another host has a newer log of {service} is not known"
                 print(f"({told}: {error.message})", file=sys.stderr, flush=True)
                 return False
-            names += [log.file.name for log in found]
-            same = [log for log in found if log.file.name == path.stem]
-            newest = max(same, key=lambda log: log.file.written, default=None)
-            own = path.stat().st_mtime if path in here else 0.0
-            if newest is not None and newest.file.written > own:
-                await _read(remote, newest, lines, follow)
+            names += [log.log_file.name for log in found]
+            same = [log for log in found if log.log_file.name == path.stem]
+            newest = max(same, key=lambda log: log.log_file.modified_s, default=None)
+            own = path.stat().st_mtime if path in local_logs else 0.0
+            if newest is not None and newest.log_file.modified_s > own:
+                await _print_from_host(remote, newest, lines, follow)
                 return True
-    if path in here:
+    if path in local_logs:
         return False
     told = "".join(f"; {host} does not tell: {why}" for host, why in silent.items())
     raise NotFound(
@@ -119,57 +126,59 @@ async def _remote(
     )
 
 
-async def _read(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) -> None:
-    part = await remote.read(log, -TAIL_BYTES)
-    _print(log.file.name, part.text.splitlines()[-lines:] if lines > 0 else [], False)
+async def _print_from_host(remote: RemoteLogs, log: RemoteLog, lines: int, follow: bool) -> None:
+    part = await remote.read_part(log, -TAIL_BYTES)
+    _print_lines(log.log_file.name, part.text.splitlines()[-lines:] if lines > 0 else [], False)
     silent_s: float | None = None
     while follow:
-        if part.next >= part.size or silent_s is not None:
+        if part.next_offset >= part.file_size_bytes or silent_s is not None:
             await asyncio.sleep(POLL_S)
         try:
-            before, part = part.next, await remote.read(log, part.next)
-            if part.size < before:  # it was too long, and has started again
-                part = await remote.read(log, 0)
+            before, part = part.next_offset, await remote.read_part(log, part.next_offset)
+            if part.file_size_bytes < before:  # it was too long, and has started again
+                part = await remote.read_part(log, 0)
         except MeshError as error:  # its agent starts again, or the host is gone
             now = time.monotonic()
             if silent_s is None:
                 silent_s = now
-                told = f"{log.host} does not tell of {log.file.name} now: {error.message}"
+                told = f"{log.host} does not tell of {log.log_file.name} now: {error.message}"
                 print(f"({told}; waiting)", file=sys.stderr, flush=True)
-            if now - silent_s > SILENT_S:
+            if now - silent_s > SILENCE_LIMIT_S:
                 raise PeerLost(
-                    f"{log.host} has told nothing of {log.file.name} for {SILENT_S:g} s",
+                    f"{log.host} has told nothing of {log.log_file.name} for {SILENCE_LIMIT_S:g} s",
                     where=error.where,
                     fix="`meshrl hosts` shows how it stands; `meshrl logs --list`, which logs are "
                     "where",
                 ) from error
             continue
         silent_s = None
-        _print(log.file.name, part.text.splitlines(), False)
+        _print_lines(log.log_file.name, part.text.splitlines(), False)
 
 
 # -- of this one -----------------------------------------------------------------------------------
 
 
-def _follow(paths: Callable[[], list[Path]], ends: dict[Path, int], named: bool) -> None:
+def _follow_local(
+    paths: Callable[[], list[Path]], offsets: dict[Path, int], with_names: bool
+) -> None:
     while True:
         time.sleep(POLL_S)
         for path in paths():
-            start, size = ends.get(path, 0), path.stat().st_size
+            start, size = offsets.get(path, 0), path.stat().st_size
             if size < start:  # it was too long, and has started again
-                start = ends[path] = 0
+                start = offsets[path] = 0
             if size > start:
                 with path.open("rb") as file:
                     file.seek(start)
                     grown = file.read(size - start)
                 whole = grown[: grown.rfind(b"\n") + 1]
-                ends[path] = start + len(whole)
-                _print(path.stem, whole.decode(errors="replace").splitlines(), named)
+                offsets[path] = start + len(whole)
+                _print_lines(path.stem, whole.decode(errors="replace").splitlines(), with_names)
 
 
-def _print(name: str, lines: list[str], named: bool) -> None:
+def _print_lines(name: str, lines: list[str], with_names: bool) -> None:
     for line in lines:
-        print(f"{name}: {line}" if named else line, flush=True)
+        print(f"{name}: {line}" if with_names else line, flush=True)
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,7 @@ class RemoteLog:
     """A log file of another host."""
 
     host: str
-    file: LogFile
+    log_file: LogFile
 
 
 class RemoteLogs:
@@ -188,24 +197,24 @@ class RemoteLogs:
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, place: MeshPlace) -> AsyncIterator[RemoteLogs]:
+    async def connect(cls, place: MeshPaths) -> AsyncIterator[RemoteLogs]:
         """Those of the mesh at `place`, which runs, asked as the mesh's owner."""
         from meshrl.common.mesh.runtime.mesh import Mesh  # only now is it sure that it is needed
 
-        settings = person_settings(MeshSettings.from_file(place.settings), place.directory)
-        name = f"{PERSON}/{secrets.token_hex(4)}"
-        mesh = await Mesh.open(name, PERSON, replace(settings, metrics=OFF))
+        settings = make_person_settings(MeshSettings.from_file(place.settings), place.directory)
+        name = f"{PERSON_ROLE}/{secrets.token_hex(4)}"
+        mesh = await Mesh.open(name, PERSON_ROLE, replace(settings, metrics=METRICS_OFF))
         try:
             mesh.start()
             yield cls(mesh)
         finally:
             await mesh.leave()
 
-    async def listed(self) -> tuple[list[RemoteLog], dict[str, str]]:
+    async def list_logs(self) -> tuple[list[RemoteLog], dict[str, str]]:
         """All of them, and why a host does not tell of its own."""
-        entries = await registry.entries(self._mesh.state, "node")
+        entries = await registry.list_entries(self._mesh.state, "node")
         hosts = [e.host for e in entries if e.alive and e.host != self._mesh.settings.host]
-        calls = (self._mesh.ref(agent(host)).call(Node.logs, None) for host in hosts)
+        calls = (self._mesh.ref(agent_name(host)).call(Node.list_logs, None) for host in hosts)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         found: list[RemoteLog] = []
         silent: dict[str, str] = {}
@@ -218,7 +227,7 @@ class RemoteLogs:
                 found += [RemoteLog(host, file) for file in answer.files]
         return found, silent
 
-    async def read(self, log: RemoteLog, offset: int) -> LogPart:
+    async def read_part(self, log: RemoteLog, offset: int) -> LogPart:
         """A part of it; see `Node.read_log`."""
-        asked = ReadLog(log.file.name, offset, PART_BYTES)
-        return await self._mesh.ref(agent(log.host)).call(Node.read_log, asked)
+        asked = ReadLog(log.log_file.name, offset, READ_BYTES)
+        return await self._mesh.ref(agent_name(log.host)).call(Node.read_log, asked)

@@ -9,68 +9,80 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshrl.client.client import request
+from meshrl.client.client import run_request
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.base.files.at_url import is_url
-from meshrl.common.base.files.lines import whole
+from meshrl.common.base.files.json_lines import iterate_rows
+from meshrl.common.base.files.remote_directory import is_url
 from meshrl.common.state import registry
-from meshrl.directory import places
-from meshrl.directory.asking import ANSWER_S, ask
-from meshrl.directory.target import Run, may_live, run_of
-from meshrl.directory.versions import asked, words
-from meshrl.view.live import printing
+from meshrl.directory import directory_paths
+from meshrl.directory.command_target import RunLocation, may_be_running, resolve_run
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.directory.versions_process import build_arguments, run_versions_command
+from meshrl.view.live import console_tables
 
-TYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16")
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # as `name` of a job file
-MANIFEST = 8  # digits of a digest that are shown
+MANIFEST_DIGITS = 8  # digits of a digest that are shown
 
 
-def show(run: Path | None, mesh: Path | None, token: str | None, as_json: bool) -> None:
+def print_versions(run: Path | None, mesh: Path | None, token: str | None, as_json: bool) -> None:
     """Prints the versions that the store has, the oldest first."""
-    found = _told("list", run, mesh, token)
+    found = _request_versions("list", run, mesh, token)
     if as_json:
         print(json.dumps(found))
         return
-    table = printing.table("version", "manifest", "size", "alone", "type", "kept as", "note")
+    table = console_tables.make_table(
+        "version", "manifest", "size", "alone", "type", "kept as", "note"
+    )
     for one in found["versions"]:
         gone = "" if one["whole"] else " (chunks are missing)"
         why = ", ".join(one["why"]) or "goes soon"
-        size, alone = _shown(one["bytes"]), _shown(one["alone"])
-        digits = one["manifest"][:MANIFEST]
-        table.add_row(_name(one), digits, size, alone, one["dtype"], why + gone, one["note"])
-    printing.show(table)
-    quota = f" of {_shown(found['quota_bytes'])}" if found["quota_bytes"] else ""
+        size, alone = _format_bytes(one["bytes"]), _format_bytes(one["alone"])
+        digits = one["manifest"][:MANIFEST_DIGITS]
+        table.add_row(
+            _format_version(one), digits, size, alone, one["dtype"], why + gone, one["note"]
+        )
+    console_tables.print_table(table)
+    quota = f" of {_format_bytes(found['quota_bytes'])}" if found["quota_bytes"] else ""
     count = len(found["versions"])
     many = f"{count} version{'s' if count != 1 else ''}"
-    print(f"{many} of {found['job']}, {_shown(found['bytes'])}{quota}")
+    print(f"{many} of {found['job']}, {_format_bytes(found['bytes'])}{quota}")
 
 
-def pin(
+def pin_version(
     run: Path, version: str, note: str, mesh: Path | None, token: str | None, as_json: bool
 ) -> None:
-    found = _told("pin", run, mesh, token, version, note)
+    found = _request_versions("pin", run, mesh, token, version, note)
     again = "was pinned already" if found["was_pinned"] else "is pinned"
-    _say(found, f"version {_name(found['version'])} of {found['job']} {again}", as_json)
+    _print_result(
+        found, f"version {_format_version(found['version'])} of {found['job']} {again}", as_json
+    )
 
 
-def unpin(run: Path, version: str, mesh: Path | None, token: str | None, as_json: bool) -> None:
-    found = _told("unpin", run, mesh, token, version)
+def unpin_version(
+    run: Path, version: str, mesh: Path | None, token: str | None, as_json: bool
+) -> None:
+    found = _request_versions("unpin", run, mesh, token, version)
     then = f"it stays as {', '.join(found['why'])}" if found["why"] else "it goes soon"
     was = "is pinned no more" if found["was_pinned"] else "was not pinned"
-    _say(found, f"version {_name(found['version'])} of {found['job']} {was}; {then}", as_json)
+    _print_result(
+        found,
+        f"version {_format_version(found['version'])} of {found['job']} {was}; {then}",
+        as_json,
+    )
 
 
-def export(run: Path, version: str, out: str, mesh: Path | None, as_json: bool) -> None:
-    directory = run_of(run, mesh).directory
+def export_version(run: Path, version: str, out: str, mesh: Path | None, as_json: bool) -> None:
+    directory = resolve_run(run, mesh).directory
     place = out or str(directory / f"model-{version.replace('/', '-')}")
     target = place if is_url(place) else str(Path(place).absolute())
-    found = asked("export", f"--out={target}", "--", directory, version)
-    _say(found, f"version {_name(found['version'])}: {out or target}", as_json)
+    found = run_versions_command("export", f"--out={target}", "--", directory, version)
+    _print_result(found, f"version {_format_version(found['version'])}: {out or target}", as_json)
 
 
-def import_(directory: Path, out: Path | None, dtype: str, as_json: bool) -> None:
-    if dtype not in TYPES:
-        raise ConfigError(f"{dtype!r:.60} is no type of weights", fix=f"Take {' or '.join(TYPES)}")
+def import_model(directory: Path, out: Path | None, dtype: str, as_json: bool) -> None:
+    if dtype not in DTYPES:
+        raise ConfigError(f"{dtype!r:.60} is no type of weights", fix=f"Take {' or '.join(DTYPES)}")
     name = (out or directory.resolve()).name
     if not JOB_NAME.fullmatch(name):
         raise ConfigError(
@@ -79,45 +91,45 @@ def import_(directory: Path, out: Path | None, dtype: str, as_json: bool) -> Non
         )
     run = (out or Path("runs") / name).absolute()
     options = f"--out={run}", f"--name={name}", f"--dtype={dtype}"
-    found = asked("import", *options, "--", directory)
-    shown = places.shown(run)
-    said = f"{shown} has {directory} as version 0, {_shown(found['bytes'])}"
-    _say(found, f'{said}; a job begins from it by model.path = "{shown}/model"', as_json)
+    found = run_versions_command("import", *options, "--", directory)
+    shown = directory_paths.format_path(run)
+    said = f"{shown} has {directory} as version 0, {_format_bytes(found['bytes'])}"
+    _print_result(found, f'{said}; a job begins from it by model.path = "{shown}/model"', as_json)
 
 
-def diff(
+def diff_versions(
     run: Path,
     first: str,
     second: str,
     other: Path | None,
-    most: int,
+    limit: int,
     mesh: Path | None,
     as_json: bool,
 ) -> None:
-    directory = run_of(run, mesh).directory
-    of = [f"--other={run_of(other, mesh).directory}"] if other else []
-    found = asked("diff", *of, "--", directory, first, second)
+    directory = resolve_run(run, mesh).directory
+    of = [f"--other={resolve_run(other, mesh).directory}"] if other else []
+    found = run_versions_command("diff", *of, "--", directory, first, second)
     if as_json:
         print(json.dumps(found))
         return
-    table = printing.table("tensor", "shape", "changed", "largest", "mean", "")
+    table = console_tables.make_table("tensor", "shape", "changed", "largest", "mean", "")
     tensors = found["tensors"]
     first, second = (found[which].removeprefix("0/") for which in ("first", "second"))
-    for one in tensors[: most or None]:
+    for one in tensors[: limit or None]:
         share = f"{one['changed'] / max(1, one['elements']):.3%}"
         figures = share, f"{one['largest']:.3g}", f"{one['mean']:.3g}"
         table.add_row(one["name"], "x".join(map(str, one["shape"])), *figures, one["note"])
-    printing.show(table)
-    if len(tensors) > most > 0:
-        print(f"... and {len(tensors) - most} more; -n 0 shows all")
+    console_tables.print_table(table)
+    if len(tensors) > limit > 0:
+        print(f"... and {len(tensors) - limit} more; -n 0 shows all")
     print(
         f"from {first} to {second}: {found['changed']} of {found['elements']} "
         f"elements changed ({found['share']:.3%}), by {found['largest']:.3g} at most"
     )
 
 
-def _told(
-    act: str,
+def _request_versions(
+    action: str,
     run: Path | None,
     mesh: Path | None,
     token: str | None,
@@ -126,36 +138,42 @@ def _told(
 ) -> dict[str, Any]:
     """The answer about a run of this user's, or with a token about a job of another's mesh."""
     if not token or mesh or (run and (run / "job.json").is_file()):
-        meant: Run = run_of(run, mesh)
-        return asked(*words(act, meant.directory, version, note))
+        meant: RunLocation = resolve_run(run, mesh)
+        return run_versions_command(*build_arguments(action, meant.directory, version, note))
     if run is None:
         raise ConfigError("with a token, which job?", fix="Name one: `meshrl status` lists them")
-    return request(lambda c: c.on_versions(str(run), act, version, note), token=token)
+    return run_request(lambda c: c.on_versions(str(run), action, version, note), token=token)
 
 
-def _say(found: dict[str, Any], text: str, as_json: bool) -> None:
-    print(json.dumps(found) if as_json else text)
+def _print_result(result: dict[str, Any], text: str, as_json: bool) -> None:
+    print(json.dumps(result) if as_json else text)
 
 
-def _name(one: dict[str, Any]) -> str:
+def _format_version(version: dict[str, Any]) -> str:
     """The number, which tells the lineage where that is not the first."""
-    return str(one["version"]) if not one["lineage"] else f"{one['lineage']}/{one['version']}"
+    return (
+        str(version["version"])
+        if not version["lineage"]
+        else f"{version['lineage']}/{version['version']}"
+    )
 
 
-def _shown(count: int) -> str:
+def _format_bytes(size_bytes: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"
+        if size_bytes >= size:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes} B"
 
 
-WAY = "weights_way"  # a counter of processes that receive versions, and an event when it changes
+TRANSPORT_STAT = (
+    "weights_way"  # a counter of processes that receive versions, and an event when it changes
+)
 MIB = 1 << 20
 
 
-def explain(run: Path | None, mesh: Path | None, as_json: bool) -> None:
+def explain_transports(run: Path | None, mesh: Path | None, as_json: bool) -> None:
     """Prints it of the processes of a mesh that runs, else what a run has on record."""
-    found = _received(run_of(run, mesh))
+    found = _read_received_versions(resolve_run(run, mesh))
     if as_json:
         print(json.dumps(found))
         return
@@ -165,13 +183,13 @@ def explain(run: Path | None, mesh: Path | None, as_json: bool) -> None:
             "and no process of another host has received one"
         )
         return
-    table = printing.table("process", "way", "bytes", "took", "predicted", "why")
+    table = console_tables.make_table("process", "way", "bytes", "took", "predicted", "why")
     for one in found:
         size, took = f"{one['bytes'] / MIB:.3g} MiB", f"{one['took_s']:.3g} s"
         why = "; ".join(text for text in (one["why"], one["verdict"]) if text)
         predicted = "" if one["predicted_s"] is None else f"{one['predicted_s']:.3g} s"
         table.add_row(one["process"], one["way"], size, took, predicted, why)
-    printing.show(table)
+    console_tables.print_table(table)
     measured: dict[str, list[float]] = {}  # by way, in bytes a second, of all processes
     for one in found:
         for way, rate in one["rates"].items():
@@ -180,15 +198,19 @@ def explain(run: Path | None, mesh: Path | None, as_json: bool) -> None:
         print(f"{way}: {sum(rates) / len(rates) / MIB:.3g} MiB/s")
 
 
-def _received(run: Run) -> list[dict[str, Any]]:
+def _read_received_versions(run: RunLocation) -> list[dict[str, Any]]:
     """What each process told last, by its name."""
-    if may_live(run.place):
-        entries = ask(run.place, registry.entries, ANSWER_S)
-        told = {e.name: e.stats[WAY] | {"process": e.name} for e in entries if e.stats.get(WAY)}
+    if may_be_running(run.mesh_paths):
+        entries = query_mesh(run.mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
+        told = {
+            e.name: e.stats[TRANSPORT_STAT] | {"process": e.name}
+            for e in entries
+            if e.stats.get(TRANSPORT_STAT)
+        }
     else:
         told = {
             event["fields"]["process"]: event["fields"]
-            for event in whole(run.directory / "events.jsonl", f'"{WAY}"')
-            if event["kind"] == WAY
+            for event in iterate_rows(run.directory / "events.jsonl", f'"{TRANSPORT_STAT}"')
+            if event["kind"] == TRANSPORT_STAT
         }
     return [told[name] for name in sorted(told)]

@@ -1,1 +1,1 @@
-"""Job files: read, checked and packed. Open `jobfile.py` first, then `checks`."""
+"""Job files: read, checked and packed. Open `job_reader.py` first, then `checks`."""

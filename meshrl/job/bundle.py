@@ -24,37 +24,37 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.job.config import JobConfig
-from meshrl.common.job.named_files import TOKENIZER, named_files, put
-from meshrl.common.model.tokens.tokenizer import companions
-from meshrl.directory.places import write_json
-from meshrl.job import edited, references, rows, tasksets
-from meshrl.job.model_files import shape
+from meshrl.common.job.named_files import TOKENIZER, list_named_files, set_value
+from meshrl.common.model.tokens.tokenizer import list_companion_files
+from meshrl.directory.directory_paths import write_json
+from meshrl.job import dataset_rows, edited_job_file, references, tasksets
+from meshrl.job.model_files import load_shape
 
-MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def pack_run(
     config: JobConfig,
     base: Path,
     run_dir: Path,
-    about: dict[str, Any],
+    extra_fields: dict[str, Any],
     job_file: Path | None,
 ) -> dict[str, Any]:
     """Fills a new run's directory with its bundle and `job.json`: `about`, the document, which is
     returned, by what it is told from other runs of its name, and the job file as it is now.
     """
-    _, document = pack(config, base, run_dir)
-    record = about | {"document": document, "run_id": uuid.uuid4().hex}
+    _, document = pack_bundle(config, base, run_dir)
+    record = extra_fields | {"document": document, "run_id": uuid.uuid4().hex}
     if job_file is not None:
-        record["file"] = edited.remembered(job_file)
+        record["file"] = edited_job_file.record_job_file(job_file)
     write_json(run_dir / "job.json", record)
     return document
 
 
-def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
+def pack_bundle(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Write the job's bundle under `run_dir`; returns its directory and the document to submit.
 
     The document is `config.document()`, paths relative to the bundle, and `bundle: {dir, digest,
@@ -66,66 +66,66 @@ def pack(config: JobConfig, base: Path, run_dir: Path) -> tuple[Path, dict[str, 
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home, prefix=".packing-") as temporary:
         staging = Path(temporary)
-        document = _fill(config, base, staging)
-        files = bundle_files.listed(staging)
-        digest = bundle_files.digest_of(files)
+        document = _fill_bundle(config, base, staging)
+        files = bundle_files.list_files(staging)
+        digest = bundle_files.compute_digest(files)
         target = home / digest
         if not target.is_dir():
             os.rename(staging, target)
             staging.mkdir()  # the context manager removes it
-    model = shape(config)
+    model = load_shape(config)
     document["bundle"] = {
         "dir": str(target.resolve()),
         "digest": digest,
         "files": files,
-        "parameters": model.parameters,
-        "shape": asdict(ModelShape.of(model)),
+        "parameters": model.num_parameters,
+        "shape": asdict(ModelShape.from_config(model)),
     }
     return target, document
 
 
-def _fill(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
-    document = config.document()
+def _fill_bundle(config: JobConfig, base: Path, staging: Path) -> dict[str, Any]:
+    document = config.to_document()
     copy_modules(config, base, staging / "modules")
     drawn: dict[str, list[str]] = {}  # the tasks of a job that trains on a taskset
     if config.environment.verifiers and not config.dataset.train:
-        held_out, train = tasksets.tasks(config, staging / "modules")
+        held_out, train = tasksets.load_tasks(config, staging / "modules")
         drawn = {"dataset.train": train, "dataset.held_out": held_out}
-    for file in named_files(config):
-        target = staging / file.place
+    for file in list_named_files(config):
+        target = staging / file.bundle_path
         if lines := drawn.get(file.key):
-            _write(target, lines)
+            _write_lines(target, lines)
         elif file.key == TOKENIZER:
             tokenizer = config.model.tokenizer_file
-            _copy(tokenizer, target)
-            for name in companions(tokenizer):
-                _copy(tokenizer.parent / name, target.parent / name)
+            _copy_file(tokenizer, target)
+            for name in list_companion_files(tokenizer):
+                _copy_file(tokenizer.parent / name, target.parent / name)
         elif not file.path:
             continue
-        elif file.has_rows:
-            _write(target, (row.line for row in rows.read(Path(file.path))))
+        elif file.is_dataset:
+            _write_lines(target, (row.json_line for row in dataset_rows.read_rows(Path(file.path))))
         else:
-            for pattern in MODEL_FILES:
+            for pattern in MODEL_FILE_PATTERNS:
                 for source in sorted(Path(file.path).glob(pattern)):
-                    _copy(source, target / source.name)
-        put(document, file.key, file.place)
+                    _copy_file(source, target / source.name)
+        set_value(document, file.key, file.bundle_path)
     return document
 
 
 def copy_modules(config: JobConfig, base: Path, target: Path) -> None:
     """The job's modules with the neighbours that they import, and its MCP servers' files."""
-    modules = [reference.partition(":")[0] for _, reference in references.all_references(config)]
+    modules = [reference.partition(":")[0] for _, reference in references.find_references(config)]
     if config.environment.verifiers:
-        taskset = tasksets.module_of(config.environment.verifiers)
-        modules += [taskset] if references.module_file(base, taskset) else []
+        taskset = tasksets.get_module_name(config.environment.verifiers)
+        modules += [taskset] if references.find_module_file(base, taskset) else []
     target.mkdir()
-    servers = list(_servers(config, base))
+    servers = list(_find_server_files(config, base))
     modules += [path.stem for path in servers if path.suffix == ".py" and path.parent == base]
-    for source in {*servers, *references.neighbours(base, modules)}:
-        _copy(source, target / source.relative_to(base))
+    for source in {*servers, *references.find_local_imports(base, modules)}:
+        _copy_file(source, target / source.relative_to(base))
 
 
-def _servers(config: JobConfig, base: Path) -> Iterator[Path]:
+def _find_server_files(config: JobConfig, base: Path) -> Iterator[Path]:
     """The files beside the job file that commands of MCP servers name."""
     for command in config.environment.mcp.values():
         for word in command:
@@ -134,12 +134,12 @@ def _servers(config: JobConfig, base: Path) -> Iterator[Path]:
                 yield path
 
 
-def _write(target: Path, lines: Iterable[str]) -> None:
+def _write_lines(target: Path, lines: Iterable[str]) -> None:
     target.parent.mkdir(exist_ok=True)
     with target.open("w", encoding="utf-8") as file:
         file.writelines(line + "\n" for line in lines)
 
 
-def _copy(source: Path, target: Path) -> None:
+def _copy_file(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)

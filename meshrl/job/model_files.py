@@ -8,26 +8,26 @@ from typing import Any
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.checkpoint import load_config
-from meshrl.common.model.files.checkpoint_files import refuse_pointer
+from meshrl.common.model.files.model_directory import load_config
+from meshrl.common.model.files.weight_files import reject_lfs_pointer
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.job.loaded import PLACED, JobFile
+from meshrl.job.job_file import MESSAGE_WITH_LOCATION, JobFile
 
 
-def loaded(job: JobFile, place: Path, key: str) -> Tokenizer:
+def load_tokenizer(job: JobFile, path: Path, key: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json or its directory, which `key` names."""
-    with job.naming(key, PLACED):
-        if (file := place / "tokenizer.json" if place.is_dir() else place).is_file():
-            refuse_pointer(file)
-        return Tokenizer.load(place)
+    with job.locate_errors(key, MESSAGE_WITH_LOCATION):
+        if (file := path / "tokenizer.json" if path.is_dir() else path).is_file():
+            reject_lfs_pointer(file)
+        return Tokenizer.load(path)
 
 
-def shape(config: JobConfig) -> ModelConfig:
+def load_shape(config: JobConfig) -> ModelConfig:
     """The shape of the model that a job trains; ConfigError as of `shape_at`."""
-    return shape_at(config.model.path, config.model.config)
+    return load_shape_from(config.model.path, config.model.config)
 
 
-def shape_at(path: str, described: dict[str, Any]) -> ModelConfig:
+def load_shape_from(path: str, description: dict[str, Any]) -> ModelConfig:
     """What the files of a directory say, or `described` without one; ConfigError when that is no
     decoder of ours.
     """
@@ -41,7 +41,7 @@ def shape_at(path: str, described: dict[str, Any]) -> ModelConfig:
             fix="see that it is a file that you may read",
         ) from error
     try:
-        return ModelConfig.from_hf(described)
+        return ModelConfig.from_hf(description)
     except (OSError, ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConfigError(
             f"the model's description cannot be read: {type(error).__name__}: {error}",
@@ -49,5 +49,5 @@ def shape_at(path: str, described: dict[str, Any]) -> ModelConfig:
         ) from error
 
 
-def size(config: JobConfig) -> int:
-    return shape(config).parameters
+def count_parameters(config: JobConfig) -> int:
+    return load_shape(config).num_parameters

@@ -14,20 +14,20 @@ from pathlib import Path
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job import builtin
 from meshrl.common.job.config import JobConfig
-from meshrl.job.loaded import at
+from meshrl.job.job_file import get_value
 
-REFERENCES = ("environment.use", "warm_start.demonstrations")
-_REFERENCE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)\Z")
+REFERENCE_KEYS = ("environment.use", "warm_start.demonstrations")
+_REFERENCE_PATTERN = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)\Z")
 
 
-def all_references(config: JobConfig) -> Iterator[tuple[str, str]]:
+def find_references(config: JobConfig) -> Iterator[tuple[str, str]]:
     """(dotted key, module:function) of all code that a job names."""
-    named = [(key, at(config, key)) for key in (*REFERENCES, "reward.use")]
+    named = [(key, get_value(config, key)) for key in (*REFERENCE_KEYS, "reward.use")]
     named += [("reward.parts", part.use) for part in config.reward.parts]
     tools = config.environment.tools.items()
     named += [(f"environment.tools.{tool}", use) for tool, use in tools]
     for key, use in named:
-        if (key in REFERENCES and use) or (":" in use and not builtin.is_mcp(use)):
+        if (key in REFERENCE_KEYS and use) or (":" in use and not builtin.is_mcp(use)):
             yield key, use
 
 
@@ -35,7 +35,7 @@ def check_reference(text: str, base: Path) -> None:
     """ConfigError unless what `text` names is beside the job file (`base`), or else its module is
     installed.
     """
-    match = _REFERENCE.match(text)
+    match = _REFERENCE_PATTERN.match(text)
     if not match:
         raise ConfigError(f"{text!r} is not of the form module:function")
     module, function = match.groups()
@@ -43,13 +43,13 @@ def check_reference(text: str, base: Path) -> None:
         raise ConfigError(
             f"{text!r} names a file", fix=f"Write {module.removesuffix('.py')}:{function}"
         )
-    path = module_file(base, module)
+    path = find_module_file(base, module)
     if path is None:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             looked = module.replace(".", "/") + ".py"
             raise ConfigError(f"there is no module {module!r}: {base / looked} does not exist")
         return
-    names = set(top_level_names(parse(path)))
+    names = set(find_top_level_names(parse_module(path)))
     if function not in names and "*" not in names:
         public = sorted(n for n in names if not n.startswith("_"))
         raise ConfigError(
@@ -57,7 +57,7 @@ def check_reference(text: str, base: Path) -> None:
         )
 
 
-def module_file(base: Path, module: str) -> Path | None:
+def find_module_file(base: Path, module: str) -> Path | None:
     """The file that `import module` would read with `base` on the path, or None."""
     stem = base.joinpath(*module.split("."))
     for candidate in (stem / "__init__.py", stem.with_name(stem.name + ".py")):
@@ -66,7 +66,7 @@ def module_file(base: Path, module: str) -> Path | None:
     return None
 
 
-def parse(path: Path) -> ast.Module:
+def parse_module(path: Path) -> ast.Module:
     """The syntax tree of a file; ConfigError names file and line of a syntax error."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
@@ -78,7 +78,7 @@ def parse(path: Path) -> ast.Module:
         raise ConfigError(f"{path}{f', line {line}' if line else ''}: {said}") from error
 
 
-def top_level_names(tree: ast.Module) -> Iterator[str]:
+def find_top_level_names(tree: ast.Module) -> Iterator[str]:
     """Names that importing the module binds, also inside top-level blocks; `*`: a star import."""
     pending: list[ast.stmt] = list(tree.body)
     while pending:
@@ -95,7 +95,7 @@ def top_level_names(tree: ast.Module) -> Iterator[str]:
             pending.remove(node)
 
 
-def neighbours(base: Path, modules: list[str]) -> list[Path]:
+def find_local_imports(base: Path, modules: list[str]) -> list[Path]:
     """Files beside the job file that `modules` consist of and import, transitively, sorted."""
     found: set[Path] = set()
     pending = list(modules)
@@ -103,16 +103,16 @@ def neighbours(base: Path, modules: list[str]) -> list[Path]:
         module = pending.pop()
         parts = module.split(".")
         for depth in range(1, len(parts) + 1):
-            path = module_file(base, ".".join(parts[:depth]))
+            path = find_module_file(base, ".".join(parts[:depth]))
             if path is None or path in found:
                 continue
             found.add(path)
             package = parts[:depth] if path.name == "__init__.py" else parts[: depth - 1]
-            pending.extend(_imports(parse(path), package))
+            pending.extend(_find_imports(parse_module(path), package))
     return sorted(found)
 
 
-def _imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
+def _find_imports(tree: ast.Module, package: list[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

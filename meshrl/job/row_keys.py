@@ -18,77 +18,77 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.job import builtin
 from meshrl.common.job.config import JobConfig, RewardPartConfig
 from meshrl.job import references
-from meshrl.job.rows import DatasetRow
+from meshrl.job.dataset_rows import DatasetRow
 
-ANSWER = "answer"  # the row's key, and the group of a pattern, that rewards compare with
+ANSWER_KEY = "answer"  # the row's key, and the group of a pattern, that rewards compare with
 
 
 @dataclass(frozen=True)
-class Needed:
+class RequiredKey:
     key: str
-    by: str  # what reads it, for messages
-    setting: str  # the key of the job file that names the reward
-    option: str = ""  # the option that names another key; empty: there is none
+    reader: str  # what reads it, for messages
+    job_key: str  # the key of the job file that names the reward
+    key_option: str = ""  # the option that names another key; empty: there is none
 
 
-def needed(config: JobConfig, base: Path) -> list[Needed]:
+def find_required_keys(config: JobConfig, base: Path) -> list[RequiredKey]:
     """The keys that all rows must have, with what reads them."""
-    found: list[Needed] = []
-    for i, part in enumerate(config.reward.declared):
+    found: list[RequiredKey] = []
+    for i, part in enumerate(config.reward.reward_parts):
         table = f"reward.parts[{i}]" if config.reward.parts else "reward"
         if builtin.is_builtin(part.use):
-            found += _built_in(part, table)
+            found += _find_builtin_keys(part, table)
         else:
-            found += _own(part.use, f"{table}.use", base)
+            found += _find_custom_keys(part.use, f"{table}.use", base)
     return found
 
 
-def lacking(row: DatasetRow, keys: list[Needed]) -> tuple[str, str, str] | None:
+def find_missing_key(row: DatasetRow, keys: list[RequiredKey]) -> tuple[str, str, str] | None:
     """(the setting, what is wrong, what to do) of the first key that a row lacks."""
     for needed in keys:
         if needed.key not in row.value:
             has = ", ".join(map(repr, row.value)) or "nothing"
-            wrong = f"{row.place}: the row has no {needed.key!r}, which {needed.by} reads"
-            choose = f", or name the row's key in {needed.option}" if needed.option else ""
-            return needed.setting, f"{wrong}; it has {has}", f"Add it to every row{choose}"
+            wrong = f"{row.location}: the row has no {needed.key!r}, which {needed.reader} reads"
+            choose = f", or name the row's key in {needed.key_option}" if needed.key_option else ""
+            return needed.job_key, f"{wrong}; it has {has}", f"Add it to every row{choose}"
     return None
 
 
-def _built_in(part: RewardPartConfig, table: str) -> Iterator[Needed]:
+def _find_builtin_keys(part: RewardPartConfig, table: str) -> Iterator[RequiredKey]:
     by, options = f"the reward {part.use!r}", part.options
-    name = "tests" if part.use == "code_tests" else ANSWER
+    name = "tests" if part.use == "code_tests" else ANSWER_KEY
     known = builtin.REWARDS.get(part.use)
     if known is None or name not in known.options:
         return
-    if part.use == "regex" and not compares(options.get("pattern")):
+    if part.use == "regex" and not has_answer_group(options.get("pattern")):
         return
     key = options.get(name, name)
     if isinstance(key, str):
-        yield Needed(key, by, f"{table}.use", f"{table}.options.{name}")
+        yield RequiredKey(key, by, f"{table}.use", f"{table}.options.{name}")
 
 
-def compares(pattern: object) -> bool:
+def has_answer_group(pattern: object) -> bool:
     """Whether a pattern has the group that is compared with the row."""
     try:
-        return isinstance(pattern, str) and ANSWER in re.compile(pattern).groupindex
+        return isinstance(pattern, str) and ANSWER_KEY in re.compile(pattern).groupindex
     except re.error:  # said where options are checked
         return False
 
 
-def _own(use: str, setting: str, base: Path) -> Iterator[Needed]:
+def _find_custom_keys(use: str, setting: str, base: Path) -> Iterator[RequiredKey]:
     module, _, name = use.partition(":")
-    path = references.module_file(base, module)
+    path = references.find_module_file(base, module)
     try:
-        tree = references.parse(path) if path else ast.Module([], [])
+        tree = references.parse_module(path) if path else ast.Module([], [])
     except ConfigError:  # said where references are checked
         return
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            for key, line in read_always(node):
-                yield Needed(key, f"{path}, line {line},", setting)
+            for key, line in find_unconditional_keys(node):
+                yield RequiredKey(key, f"{path}, line {line},", setting)
 
 
-def read_always(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
+def find_unconditional_keys(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
     """(key, line) of each `row["key"]` that every call of a function comes to, `row` being its
     first parameter.
     """
@@ -97,12 +97,12 @@ def read_always(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
         return
     row = parameters[0].arg
     for statement in function.body:
-        if _looks(statement, row):
+        if _uses_whole_row(statement, row):
             return  # what follows may depend on what the row has
         if isinstance(statement, ast.If | ast.Try | ast.Match | ast.For | ast.While):
             first = {ast.If: "test", ast.Match: "subject", ast.For: "iter"}.get(type(statement))
             always = [getattr(statement, first)] if first else []
-            yield from _keys(always, row)
+            yield from _find_subscripts(always, row)
             if any(isinstance(node, ast.Return) for node in ast.walk(statement)) and any(
                 isinstance(node, ast.Name) and node.id == row
                 for part in always
@@ -110,12 +110,12 @@ def read_always(function: ast.FunctionDef) -> Iterator[tuple[str, int]]:
             ):
                 return
             continue
-        yield from _keys([statement], row)
+        yield from _find_subscripts([statement], row)
         if isinstance(statement, ast.Return | ast.Raise):
             return
 
 
-def _keys(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
+def _find_subscripts(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
     """The keys in parts that are evaluated whole, but for what may be skipped in them."""
     pending = list(parts)
     while pending:
@@ -127,7 +127,7 @@ def _keys(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.Lambda | ast.FunctionDef | ast.ClassDef | _COMPREHENSIONS):
             continue
         else:
-            key = node.slice if _subscript(node, row) else None
+            key = node.slice if _is_row_subscript(node, row) else None
             if isinstance(key, ast.Constant) and isinstance(key.value, str):
                 yield key.value, key.lineno
             pending.extend(ast.iter_child_nodes(node))
@@ -136,7 +136,7 @@ def _keys(parts: list[ast.AST], row: str) -> Iterator[tuple[str, int]]:
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
-def _subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
+def _is_row_subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
     return (
         isinstance(node, ast.Subscript)
         and isinstance(node.ctx, ast.Load)
@@ -145,11 +145,11 @@ def _subscript(node: ast.AST, row: str) -> TypeGuard[ast.Subscript]:
     )
 
 
-def _looks(statement: ast.stmt, row: str) -> bool:
+def _uses_whole_row(statement: ast.stmt, row: str) -> bool:
     """Whether a statement uses the row otherwise than by `row[key]`: it may ask what it has, or
     change it.
     """
-    held = {id(node.value) for node in ast.walk(statement) if _subscript(node, row)}
+    held = {id(node.value) for node in ast.walk(statement) if _is_row_subscript(node, row)}
     return any(
         isinstance(node, ast.Name) and node.id == row and id(node) not in held
         for node in ast.walk(statement)

@@ -14,33 +14,35 @@ from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.ends import failure
+from meshrl.common.mesh.process.diagnosis import failure
 from meshrl.common.mesh.process.entry import child
-from meshrl.job.rows import travels
+from meshrl.job.dataset_rows import check_sendable
 
-BOOT = Path(__file__).parents[1] / "services" / "environment" / "verifying" / "boot.py"
-GUARDED = [sys.executable, "-I", "-S", str(child.__file__)]
-LOAD_S = 1800.0  # a taskset may fetch its data first
+BOOT_SCRIPT = (
+    Path(__file__).parents[1] / "services" / "environment" / "verifiers_environment" / "boot.py"
+)
+GUARD_COMMAND = [sys.executable, "-I", "-S", str(child.__file__)]
+LOAD_TIMEOUT_S = 1800.0  # a taskset may fetch its data first
 
 
-def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
+def load_tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
     """(held-out rows, training rows) as JSON lines; ConfigError with what the taskset said."""
     environment, dataset = config.environment, config.dataset
     most = dataset.tasks + dataset.held_out_tasks if dataset.tasks else 0
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.jsonl"
-        argv = [environment.python, "-I", str(BOOT), "--taskset", environment.verifiers]
+        argv = [environment.python, "-I", str(BOOT_SCRIPT), "--taskset", environment.verifiers]
         argv += ["--options", json.dumps(environment.verifiers_options), "--most", str(most)]
         argv += ["--modules", str(modules), "--rows", str(rows)]
         log = Path(scratch) / "said"
         try:
-            with guarded([f"exec:{argv[0]}", *argv[1:]], log) as process:
-                code = process.wait(LOAD_S)
+            with run_guarded([f"exec:{argv[0]}", *argv[1:]], log) as process:
+                code = process.wait(LOAD_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            wrong = f"taskset {environment.verifiers!r} did not load in {LOAD_S:.0f} s"
+            wrong = f"taskset {environment.verifiers!r} did not load in {LOAD_TIMEOUT_S:.0f} s"
             raise ConfigError(wrong) from error
         if code:
-            said = "\n".join(failure.tail(log, 3))
+            said = "\n".join(failure.read_tail(log, 3))
             raise ConfigError(f"taskset {environment.verifiers!r} does not load: {said}")
         lines = rows.read_text(encoding="utf-8").splitlines()
     if len(lines) <= dataset.held_out_tasks:
@@ -49,13 +51,13 @@ def tasks(config: JobConfig, modules: Path) -> tuple[list[str], list[str]]:
             fix="that leaves none to train on: lower dataset.held_out_tasks",
         )
     for number, line in enumerate(lines, 1):
-        travels(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))
+        check_sendable(f"taskset {environment.verifiers!r}, task {number}", json.loads(line))
     return lines[: dataset.held_out_tasks], lines[dataset.held_out_tasks :]
 
 
 @contextmanager
-def guarded(
-    argv: list[str], log: Path, *, python: Sequence[str] = GUARDED, **options: Any
+def run_guarded(
+    argv: list[str], log: Path, *, python: Sequence[str] = GUARD_COMMAND, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A program that writes to `log`, as `child.py` takes its command line; with the block all that
     it has started ends, too. `options` are those of `Popen`.
@@ -75,6 +77,6 @@ def guarded(
         process.wait()
 
 
-def module_of(taskset: str) -> str:
+def get_module_name(taskset: str) -> str:
     """The module that a taskset's id names: `owner/my-tasks@1` is `my_tasks`."""
     return taskset.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()

@@ -11,54 +11,63 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotAllowed, NotFound, Refused
-from meshrl.directory import places
-from meshrl.directory.places import MeshPlace
+from meshrl.common.base.errors import (
+    ConfigError,
+    CorruptData,
+    MeshError,
+    NotAllowed,
+    NotFound,
+    Refused,
+)
+from meshrl.directory import directory_paths
+from meshrl.directory.directory_paths import MeshPaths
 
 # It was asked to end and ended in order; started again it may go on; it never will as it is.
-ENDED, AGAIN, NEVER = 0, 1, 2
-ERRORS = (MeshError, OSError)  # that are told
-MISTAKES = (ConfigError, Damaged, NotAllowed, NotFound, Refused)
+EXIT_OK, EXIT_RETRY, EXIT_FATAL = 0, 1, 2
+REPORTED_ERRORS = (MeshError, OSError)  # that are told
+FATAL_ERRORS = (ConfigError, CorruptData, NotAllowed, NotFound, Refused)
 
 
-def status_of(error: MeshError) -> int:
-    return NEVER if isinstance(error, MISTAKES) and not error.retryable else AGAIN
+def choose_exit_status(error: MeshError) -> int:
+    return EXIT_FATAL if isinstance(error, FATAL_ERRORS) and not error.retryable else EXIT_RETRY
 
 
-def ended(work: Callable[[], int]) -> int:
+def run_foreground(work: Callable[[], int]) -> int:
     """What `work` ends with; an error is told, and is its status. SIGINT and SIGTERM end it in
     order from now on: what it starts takes them over.
     """
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, _exit_on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         return work()
     except MeshError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return status_of(error)
+        return choose_exit_status(error)
     except OSError as error:
         barred = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         fix = "; its files need a directory that this user can write to: --root" if barred else ""
         print(f"error: {error}{fix}", file=sys.stderr, flush=True)
-        return NEVER if barred else AGAIN
+        return EXIT_FATAL if barred else EXIT_RETRY
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _end(number: int, frame: object) -> NoReturn:
+def _exit_on_signal(number: int, frame: object) -> NoReturn:
     """Nothing has been started yet that would have to end before."""
-    raise SystemExit(ENDED)
+    raise SystemExit(EXIT_OK)
 
 
-def ended_with(error: Exception, stop: asyncio.Event) -> int:
+def report_error_after_stop(error: Exception, stop: asyncio.Event) -> int:
     """ENDED, with the error told, when it came after the order to end; else it is raised again."""
     if not stop.is_set():
         raise error
     print(f"error: {error}", file=sys.stderr, flush=True)
-    return ENDED
+    return EXIT_OK
 
 
-async def begun(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+async def start_unless_stopped(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
     """Whether a start came to its end before `stop` was set, which cancels it; its error, which is
     only told after that.
     """
@@ -75,18 +84,18 @@ async def begun(start: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
         return False
     try:
         starting.result()
-    except ERRORS as error:
-        ended_with(error, stop)
+    except REPORTED_ERRORS as error:
+        report_error_after_stop(error, stop)
         return False
     return True
 
 
-def point_to(place: MeshPlace) -> None:
+def set_current_mesh(mesh_paths: MeshPaths) -> None:
     """Commands without --mesh mean this one from now on, unless nobody may write where that is
     said: a container's working directory is often one of the read-only root file system.
     """
     try:
-        places.point_to(place)
+        directory_paths.set_current_mesh(mesh_paths)
     except OSError as error:
-        where = f"--mesh {place.root}, or $MESHRL_HOME={place.root}"
+        where = f"--mesh {mesh_paths.root}, or $MESHRL_HOME={mesh_paths.root}"
         print(f"commands here need {where}: {error}", flush=True)

@@ -1,3 +1,3 @@
 """What is done with a run that there is already: watched, waited for, cancelled, evaluated, talked
-with. Open `target.py` and `outcome.py` first.
+with. Open `command_target.py` and `outcome.py` first.
 """

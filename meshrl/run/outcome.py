@@ -7,26 +7,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.base.errors import Damaged
-from meshrl.common.base.files import lines
-from meshrl.common.base.files.damage import EVENT, sentence
+from meshrl.common.base.errors import CorruptData
+from meshrl.common.base.files import json_lines
+from meshrl.common.base.files.corruption import CORRUPTION_EVENT, describe_event
 from meshrl.common.state.events import Event
+from meshrl.common.state.job_lifecycle.trajectory_accounting import format_violations
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.lifecycle.accounting import wrong
 from meshrl.directory import job_file
-from meshrl.directory.places import read_json
-from meshrl.directory.target import Run, may_live
-from meshrl.view.history.news import told
-from meshrl.view.recording.audit import audited
-from meshrl.view.recording.recorded import damaged, read_events
+from meshrl.directory.command_target import RunLocation, may_be_running
+from meshrl.directory.directory_paths import read_json
+from meshrl.view.history.event_text import format_event
+from meshrl.view.recording.audit import account_for_run
+from meshrl.view.recording.run_record import list_corrupt_files, read_events
 
-FINISHED, FAILED, STOPPED = 0, 1, 3  # exit statuses of commands that follow a run to its end
-INTERRUPTED = 130  # after Ctrl-C, as shells have it
-NAMED = 5  # damaged files that are told of, the last ones
-RUNNING, STILL = "running", "stopped"
+EXIT_FINISHED, EXIT_FAILED, EXIT_STOPPED = (
+    0,
+    1,
+    3,
+)  # exit statuses of commands that follow a run to its end
+EXIT_INTERRUPTED = 130  # after Ctrl-C, as shells have it
+MAX_CORRUPT_FILES = 5  # damaged files that are told of, the last ones
+RUNNING_STATE, STOPPED_STATE = "running", "stopped"
 # What is read of a run: a mesh gives up with a process that ends and is not started again.
-TELLING = tuple(
-    f'"kind": "{kind}"' for kind in ("phase", "step", "evaluation", "process_ended", EVENT)
+OUTCOME_EVENTS = tuple(
+    f'"kind": "{kind}"'
+    for kind in ("phase", "step", "evaluation", "process_ended", CORRUPTION_EVENT)
 )
 
 
@@ -46,16 +51,16 @@ class RunOutcome:
     damaged: tuple[str, ...] = ()  # what was or is damaged among its files, and what followed
 
     @property
-    def status(self) -> int:
+    def exit_status(self) -> int:
         """The exit status of a command that has seen this end."""
-        return {"finished": FINISHED, "failed": FAILED}.get(self.state, STOPPED)
+        return {"finished": EXIT_FINISHED, "failed": EXIT_FAILED}.get(self.state, EXIT_STOPPED)
 
     @property
     def resume(self) -> str:
         """The command that goes on; empty when nothing is left to do or somebody is at it."""
         return f"meshrl resume {self.run}" if self.state in ("failed", "stopped") else ""
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """It in words."""
         of = "" if self.steps is None else f" of {self.steps}"
         at = f"at step {self.step}{of}"
@@ -66,7 +71,7 @@ class RunOutcome:
             said = [f"{self.job} has finished its {self.step} steps{so_far}"]
             if (Path(self.run) / "model/config.json").is_file():
                 said.append(f"The model is in {self.run}/model, the report {self.run}/report.html")
-        elif self.state == RUNNING:
+        elif self.state == RUNNING_STATE:
             said = [f"{self.job} runs: {self.phase.replace('_', ' ')}, {at}{so_far}"]
         elif self.state == "failed":
             said = [f"{self.job} failed {at}{so_far}: {self.error}"]
@@ -75,21 +80,21 @@ class RunOutcome:
             said = [f"{self.job} was stopped {at}{so_far}", f"To go on: {self.resume}"]
         return [*said, *(f"damaged: {line}" for line in self.damaged)]
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         """It as JSON."""
         return {**asdict(self), "resume": self.resume}
 
 
-def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:
+def read_outcome(run: RunLocation, is_live: bool | None = None) -> RunOutcome:
     """How the run stands; `live`: whether its mesh runs, None: look."""
     harm: list[str] = []
     phase, error, held_out, gave_up = Phase.QUEUED.value, "", None, ""
-    for event in lines.whole(run.directory / "events.jsonl", *TELLING):
+    for event in json_lines.iterate_rows(run.directory / "events.jsonl", *OUTCOME_EVENTS):
         kind, fields = event["kind"], event["fields"]
-        if kind == EVENT and fields.get("job") in ("", run.job):
-            harm.append(sentence(fields))
+        if kind == CORRUPTION_EVENT and fields.get("job") in ("", run.job):
+            harm.append(describe_event(fields))
         if kind == "process_ended" and fields.get("final"):
-            gave_up = told(Event(event["id"], int(event["ms"]), kind, fields))
+            gave_up = format_event(Event(event["id"], int(event["ms"]), kind, fields))
         if fields.get("job") != run.job:
             continue
         if kind in ("phase", "step"):
@@ -98,20 +103,28 @@ def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:
             phase, error = fields["phase"], fields.get("error", "")
         elif kind == "evaluation" and fields.get("sampled") is not None:
             held_out = float(fields["sampled"])
-    rows = list(lines.whole(run.directory / "metrics.jsonl"))
+    rows = list(json_lines.iterate_rows(run.directory / "metrics.jsonl"))
     if phase in (Phase.FINISHED, Phase.FAILED):
         state = phase
-    elif phase != Phase.STOPPED and (may_live(run.place) if live is None else live):
-        state = RUNNING
+    elif phase != Phase.STOPPED and (
+        may_be_running(run.mesh_paths) if is_live is None else is_live
+    ):
+        state = RUNNING_STATE
     else:
-        state, error = ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STILL, "")
-    if state == Phase.FINISHED and (bad := _wrong(run)):
+        state, error = (
+            ("failed", gave_up) if gave_up and phase != Phase.STOPPED else (STOPPED_STATE, "")
+        )
+    if state == Phase.FINISHED and (bad := _find_violations(run)):
         state, error = "failed", f"its account is wrong: {bad}"
     steps: int | None = None
-    with contextlib.suppress(Damaged, FileNotFoundError):
-        steps = int(job_file.read(run.directory / job_file.NAME)["document"]["budget"]["steps"])
+    with contextlib.suppress(CorruptData, FileNotFoundError):
+        steps = int(
+            job_file.read_job_file(run.directory / job_file.JOB_FILE_NAME)["document"]["budget"][
+                "steps"
+            ]
+        )
     return RunOutcome(
-        run=run.shown,
+        run=run.display_path,
         job=run.job,
         state=state,
         phase=phase,
@@ -120,11 +133,11 @@ def outcome_of(run: Run, live: bool | None = None) -> RunOutcome:
         reward=float(rows[-1]["reward"]) if rows else None,
         held_out=held_out,
         error=error,
-        damaged=(*harm[-NAMED:], *damaged(run.directory)),
+        damaged=(*harm[-MAX_CORRUPT_FILES:], *list_corrupt_files(run.directory)),
     )
 
 
-def _wrong(run: Run) -> str:
+def _find_violations(run: RunLocation) -> str:
     """What its summary says that must not be, or its events if that is damaged; empty while there
     is none.
     """
@@ -132,6 +145,8 @@ def _wrong(run: Run) -> str:
     if not summary.is_file():
         return ""
     try:
-        return wrong(read_json(summary))
-    except Damaged:
-        return wrong(audited(run.directory, read_events(run.directory), run.job))
+        return format_violations(read_json(summary))
+    except CorruptData:
+        return format_violations(
+            account_for_run(run.directory, read_events(run.directory), run.job)
+        )

@@ -15,98 +15,102 @@ from typing import Any
 
 from meshrl.common.base.errors import Refused
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+from meshrl.common.mesh.process.output.streams import install_lossy_output
 from meshrl.common.state import jobs
-from meshrl.common.state.lifecycle.accounting import wrong
-from meshrl.common.state.redis import embedded
-from meshrl.directory import places
-from meshrl.directory.claims import claimed, writing
-from meshrl.directory.target import run_in
-from meshrl.directory.versions import copied
+from meshrl.common.state.job_lifecycle.trajectory_accounting import format_violations
+from meshrl.common.state.redis import embedded_server
+from meshrl.directory import directory_paths
+from meshrl.directory.command_target import read_run
+from meshrl.directory.run_claims import claim_run_directory, translate_write_errors
+from meshrl.directory.versions_process import copy_versions
 from meshrl.job.bundle import pack_run
+from meshrl.launch.directory_lock import handle_stop_signals
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.launch.holding import interruptible
-from meshrl.run.outcome import FAILED, FINISHED, INTERRUPTED
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.run.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED
 from meshrl.view.guard import WarningGuard
-from meshrl.view.live.view import GuardedView, view_for
-from meshrl.view.recording.audit import accused
-from meshrl.view.recording.recorder import LOOK_S, Recorder
+from meshrl.view.live.run_view import GuardedView, make_run_view
+from meshrl.view.recording.audit import describe_wrong_account
+from meshrl.view.recording.recorder import POLL_S, Recorder
 from meshrl.view.report import report
-from meshrl.view.report.facts import show
+from meshrl.view.report.summary_table import print_summary
 
 
-def run(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
+def run_job(config: JobConfig, base: Path, force: bool, job_file: Path | None = None) -> int:
     """Runs a job from its start; the exit status. `job_file` is where it was read."""
-    with claimed(config, force) as claim:
+    with claim_run_directory(config, force) as claim:
         run_dir = claim.directory
-        with writing(run_dir):
+        with translate_write_errors(run_dir):
             document = pack_run(config, base, run_dir, {"job": config.name}, job_file)
 
         async def begin(launcher: Launcher) -> None:
             state, job = launcher.state, config.name
-            if job in {row.id for row in await jobs.jobs(state)}:
-                shown = embedded.without_password(embedded.configured_url())
+            if job in {row.id for row in await jobs.read_jobs(state)}:
+                shown = embedded_server.redact_password(embedded_server.read_configured_url())
                 raise Refused(
                     f"another job named {job} is in {shown}",
                     fix="Give this one another name: --set name=X",
                 )
             await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
-            claim.keep()
+            claim.commit()
 
-        return asyncio.run(session(run_dir, shape_for(config), begin, claim.replace))
+        return asyncio.run(
+            run_session(run_dir, derive_mesh_shape(config), begin, claim.delete_replaced_run)
+        )
 
 
-def shape_for(config: JobConfig) -> MeshShape:
+def derive_mesh_shape(config: JobConfig) -> MeshShape:
     """The mesh that a job asks for."""
     mesh = config.mesh
     return MeshShape(mesh.workers, mesh.device, mesh.bind, mesh.advertise, mesh.metrics)
 
 
-async def session(
+async def run_session(
     run_dir: Path,
     shape: MeshShape,
-    begin: Callable[[Launcher], Awaitable[None]],
-    started: Callable[[], None] = lambda: None,
+    submit: Callable[[Launcher], Awaitable[None]],
+    on_started: Callable[[], None] = lambda: None,
 ) -> int:
     """A mesh from its start to the end of a run; the exit status. `begin` gives Redis the job,
     before any service looks for one; `started` is called when all services are there.
     """
-    outlive_a_full_disk()
-    run = run_in(run_dir)
-    launcher = Launcher(run.place, shape)
+    install_lossy_output()
+    run = read_run(run_dir)
+    launcher = Launcher(run.mesh_paths, shape)
     stop = asyncio.Event()
-    interruptible(stop, launcher.kill)
-    print(f"{run.job}: starting a mesh of {shape.workers} workers in {run.shown}", flush=True)
-    await launcher.start(partial(begin, launcher))
-    places.point_to(run.place)
+    handle_stop_signals(stop, launcher.kill)
+    print(
+        f"{run.job}: starting a mesh of {shape.workers} workers in {run.display_path}", flush=True
+    )
+    await launcher.start(partial(submit, launcher))
+    directory_paths.set_current_mesh(run.mesh_paths)
     if not stop.is_set():
-        started()
+        on_started()
     try:
         recorder = Recorder(launcher, run.job, run_dir)
-        await _follow(recorder, launcher, stop)
+        await _follow_run(recorder, launcher, stop)
         await launcher.stop_services()
         await recorder.close()
-        summary = await report.write(recorder)
+        summary = await report.write_results(recorder)
     finally:
         await launcher.stop()
     return await _conclude(recorder, summary, launcher, stop)
 
 
-async def _follow(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:
+async def _follow_run(recorder: Recorder, launcher: Launcher, stop: asyncio.Event) -> None:
     """Shows the run until it is over, the user stops it, or the mesh gives up."""
-    with GuardedView(view_for(recorder.run_dir)) as view:
-        async with aclosing(report.LivePage(recorder, view.say)) as page:
+    with GuardedView(make_run_view(recorder.run_dir)) as view:
+        async with aclosing(report.LivePage(recorder, view.print_line)) as page:
             while not stop.is_set() and not launcher.failed.is_set():
-                shot = await recorder.look()
+                shot = await recorder.poll()
                 if shot is not None:
                     view.show(shot, recorder.rows)
-                    if shot.over:
+                    if shot.is_terminal:
                         return
-                page.look()
-                await launcher.clock.sleep(LOOK_S)
+                page.update_if_due()
+                await launcher.clock.sleep(POLL_S)
         if stop.is_set():
-            view.say("stopping; Ctrl-C again ends everything at once")
+            view.print_line("stopping; Ctrl-C again ends everything at once")
 
 
 async def _conclude(
@@ -114,30 +118,34 @@ async def _conclude(
 ) -> int:
     """Says what the user can do next, and delivers what is to be elsewhere; the exit status."""
     with WarningGuard()("the closing table"):
-        show(summary, recorder.run_dir)
-    phase = recorder.shot.phase if recorder.shot else None
+        print_summary(summary, recorder.run_dir)
+    phase = recorder.snapshot.phase if recorder.snapshot else None
     if launcher.failed.is_set():
-        print(f"error: {launcher.why}", file=sys.stderr)
-    if bad := wrong(summary):
-        print(f"error: {accused(recorder.run_dir, bad)}", file=sys.stderr)
+        print(f"error: {launcher.failure_reason}", file=sys.stderr)
+    if bad := format_violations(summary):
+        print(f"error: {describe_wrong_account(recorder.run_dir, bad)}", file=sys.stderr)
     elif phase == jobs.Phase.FAILED:
-        error = recorder.shot.error if recorder.shot else ""
+        error = recorder.snapshot.error if recorder.snapshot else ""
         print(f"error: the job failed: {error}", file=sys.stderr)
     elif phase != jobs.Phase.FINISHED:
-        print(f"To go on: meshrl resume {places.shown(recorder.run_dir)}", flush=True)
-    if recorder.out:
-        print(f"copying what is left to {recorder.out}", flush=True)
-    lacking = [await copied(recorder.run_dir, stop), await recorder.delivered(stop)]
+        print(
+            f"To go on: meshrl resume {directory_paths.format_path(recorder.run_dir)}", flush=True
+        )
+    if recorder.output_url:
+        print(f"copying what is left to {recorder.output_url}", flush=True)
+    lacking = [await copy_versions(recorder.run_dir, stop), await recorder.finish_copy(stop)]
     missing = [why for why in lacking if why]
     for why in missing:
         print(f"error: {why}", file=sys.stderr)
-    return status(summary, phase, launcher.failed.is_set()) or (FAILED if missing else FINISHED)
+    return choose_exit_status(summary, phase, launcher.failed.is_set()) or (
+        EXIT_FAILED if missing else EXIT_FINISHED
+    )
 
 
-def status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:
+def choose_exit_status(summary: dict[str, Any], phase: jobs.Phase | None, gave_up: bool) -> int:
     """The exit status of a run: 0 only for one that has finished with an account that is right."""
-    if wrong(summary) or phase == jobs.Phase.FAILED:
-        return FAILED
+    if format_violations(summary) or phase == jobs.Phase.FAILED:
+        return EXIT_FAILED
     if phase == jobs.Phase.FINISHED:
-        return FINISHED
-    return FAILED if gave_up else INTERRUPTED
+        return EXIT_FINISHED
+    return EXIT_FAILED if gave_up else EXIT_INTERRUPTED

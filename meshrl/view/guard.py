@@ -22,19 +22,19 @@ def warn(text: str) -> None:
 class WarningGuard:
     """Turns each exception of a guarded block into one warning; the same one is printed once."""
 
-    def __init__(self, say: Callable[[str], None] = warn) -> None:
-        self._say = say
-        self._said: set[str] = set()
+    def __init__(self, on_warning: Callable[[str], None] = warn) -> None:
+        self._on_warning = on_warning
+        self._printed: set[str] = set()
 
     @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def __call__(self, description: str) -> Iterator[None]:
         """Run the block; on an exception, warn that `what` failed and go on after the block."""
         try:
             yield
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             at = f"{Path(place.filename).name}:{place.lineno}"
-            text = f"warning: {what} failed: {type(error).__name__}: {error} ({at})"
-            if text not in self._said:
-                self._said.add(text)
-                self._say(f"{text}; the run goes on without it")
+            text = f"warning: {description} failed: {type(error).__name__}: {error} ({at})"
+            if text not in self._printed:
+                self._printed.add(text)
+                self._on_warning(f"{text}; the run goes on without it")

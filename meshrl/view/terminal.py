@@ -10,7 +10,7 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from meshrl.common.base.host.terminal import VisibleStream, visible
+from meshrl.common.base.host.terminal import EscapingStream, escape_controls
 
 
 class Console(console.Console):
@@ -23,7 +23,7 @@ class Console(console.Console):
     def file(self) -> IO[str]:
         """The stream that takes rich's own escape sequences."""
         found = super().file
-        return found.behind if isinstance(found, VisibleStream) else found
+        return found.raw_stream if isinstance(found, EscapingStream) else found
 
     @file.setter
     def file(self, new_file: IO[str]) -> None:
@@ -31,12 +31,12 @@ class Console(console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Return a string as a text, its control characters shown."""
-        return super().render_str(visible(text), **options)
+        return super().render_str(escape_controls(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         """Return segments; control characters that are not rich's own are shown."""
         for segment in super().render(renderable, options):
-            text = segment.text if segment.control else visible(segment.text)
+            text = segment.text if segment.control else escape_controls(segment.text)
             yield segment if text == segment.text else Segment(text, segment.style)

@@ -14,46 +14,46 @@ from functools import partial
 
 import numpy as np
 
-from meshrl.common.api.calls.interface import Look
-from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.calls.interface import ChangeHint
+from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.engine import (
-    Abort,
-    Attach,
+    AbortRequests,
+    AttachStream,
     CacheFrame,
     CacheMove,
-    CacheMoved,
+    CacheMoveResult,
+    ChunkLookup,
+    ChunkLookupResult,
     Engine,
-    Export,
-    Shelved,
-    Stored,
-    Submit,
-    Tokens,
+    ExportCache,
+    SubmitRequests,
+    TokenBatch,
 )
 from meshrl.common.api.stats import EngineStats, KVStats
 from meshrl.common.base.errors import MeshError, Refused
 from meshrl.common.base.occupancy import Occupancy
-from meshrl.common.generation.contract import EngineSteps, Request, TokenEngine
-from meshrl.common.mesh.residents.tiers import Tiers
-from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.generation.engine_contract import GenerationRequest, SteppableEngine, TokenEngine
+from meshrl.common.mesh.instances.tiers import TierController
+from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv.cache_moves import CacheMoves
 from meshrl.services.engine.kv.chunk_files import NAME_BYTES
 from meshrl.services.engine.kv.host_cache import HostCache
-from meshrl.services.engine.kv.moves import CacheMoves
 from meshrl.services.engine.measurement.curve import CurveFit
-from meshrl.services.engine.measurement.pauses import Pauses
-from meshrl.services.engine.measurement.throughput import Contexts, Throughput
+from meshrl.services.engine.measurement.throughput import ContextLengths, Throughput
+from meshrl.services.engine.measurement.update_pauses import UpdatePauses
 from meshrl.services.engine.stepping.commands import StepCommands
 from meshrl.services.engine.stepping.emulation import EmulatedSteps
-from meshrl.services.engine.stepping.shards import Attached, Shards
-from meshrl.services.engine.weights.loaded import EngineSleeper, EngineWeights
+from meshrl.services.engine.stepping.shard_streams import AttachedShard, ShardStreams
+from meshrl.services.engine.weights.engine_weights import EngineSleeper, EngineWeights
 
 FLUSH_STEPS = 8
 FLUSH_S = 0.02  # tokens leave after 8 steps or 20 ms, at once when a request ends
-DRAIN_S = 3.0  # for the last tokens to leave
-DRAIN_LOOK_S = 0.01
-STORED_S = 4.0  # to look at the host's shelves for another one
-WRITTEN_S = 1.0  # for what was computed to be left to the host's other engines
+DRAIN_TIMEOUT_S = 3.0  # for the last tokens to leave
+DRAIN_POLL_S = 0.01
+LOOK_UP_TIMEOUT_S = 4.0  # to look at the host's shelves for another one
+OFFLOAD_TIMEOUT_S = 1.0  # for what was computed to be left to the host's other engines
 
 
 class EngineService(Actor):
@@ -65,188 +65,203 @@ class EngineService(Actor):
         self,
         mesh: Mesh,
         engine: TokenEngine,
-        deliver: Callable[[Callable[[], None]], None],
+        call_on_loop: Callable[[Callable[[], None]], None],
         cache_tokens: int = 0,
         *,
-        turns: Turns | None = None,
-        emulated: EmulatedSteps | None = None,
+        time_slices: SliceClient | None = None,
+        emulation: EmulatedSteps | None = None,
     ) -> None:
         """`deliver` runs a function on the loop, from the driver's side; `turns` are those with
         others of its gang, None: it has the accelerator alone. `emulated`: the engine's steps at a
         declared pace, None: they are taken at its own speed.
         """
-        self.kv: HostCache | None = None
-        self.mesh, self.engine, self.turns = mesh, engine, turns
-        self.emulated = emulated
-        self.steps: EngineSteps = emulated or engine
-        self.throughput, self.fit, self.contexts = Throughput(), CurveFit(), Contexts()
-        self.load = Occupancy(mesh.clock.monotonic)
-        self.pauses = Pauses(mesh.clock)
-        self.commands = StepCommands(mesh.clock, deliver)
-        self.shards = Shards(mesh.name, lambda: self.weights.told)
-        parts = self.commands, self.shards, self.pauses
-        self.weights = EngineWeights(mesh, engine, *parts, turns)
+        self.host_cache: HostCache | None = None
+        self.mesh, self.engine, self.time_slices = mesh, engine, time_slices
+        self.emulation = emulation
+        self.steps: SteppableEngine = emulation or engine
+        self.throughput, self.curve_fit, self.context_lengths = (
+            Throughput(),
+            CurveFit(),
+            ContextLengths(),
+        )
+        self.occupancy = Occupancy(mesh.clock.monotonic)
+        self.pauses = UpdatePauses(mesh.clock)
+        self.commands = StepCommands(mesh.clock, call_on_loop)
+        self.shard_streams = ShardStreams(mesh.name, lambda: self.weights.lineage_and_version)
+        parts = self.commands, self.shard_streams, self.pauses
+        self.weights = EngineWeights(mesh, engine, *parts, time_slices)
         self.draining = False
         self._flushed_step = 0
-        self._flushed_at = 0.0
-        between = partial(self.commands.between_steps, needs_turn=True)
-        named, wake = lambda: self.weights.computing, self.commands.wake.set
-        self.moves = CacheMoves(mesh, engine, self.steps, between, named, wake, self.commands.give)
+        self._flushed_at_s = 0.0
+        between = partial(self.commands.run_between_steps, needs_slice=True)
+        named, wake = lambda: self.weights.computing_manifest, self.commands.wake_event.set
+        self.cache_moves = CacheMoves(
+            mesh, engine, self.steps, between, named, wake, self.commands.enqueue
+        )
         sleeper = EngineSleeper(mesh, engine, self.commands, self.weights, cache_tokens)
-        self.tiers = Tiers(mesh, sleeper, *mesh.settings.places, turns=self.take_turns)
+        self.tiers = TierController(
+            mesh, sleeper, *mesh.settings.offload_targets, set_time_slicing=self.set_time_slicing
+        )
 
     # -- the driver's side -----------------------------------------------------------------------
 
-    def turn(self) -> bool:
+    def run_once(self) -> bool:
         """One turn of the driver's loop; False when there was nothing to do."""
-        self.obey(in_turn=True)
-        running, before = self.engine.running, self.engine.tokens_generated
-        busy_s, steps = self.steps.busy_s, self.engine.steps
-        computed, context = self.engine.tokens_computed, self.contexts.mean
+        self.run_commands(in_slice=True)
+        running, before = self.engine.num_running, self.engine.tokens_generated
+        busy_s, steps = self.steps.busy_s, self.engine.num_steps
+        computed, context = self.engine.tokens_computed, self.context_lengths.mean_tokens
         busy = self.steps.step()
         now = self.mesh.clock.monotonic()
         sampled = self.engine.tokens_generated - before
         took_s = self.steps.busy_s - busy_s
-        steps = self.engine.steps - steps
+        steps = self.engine.num_steps - steps
         prefilled = max(0, self.engine.tokens_computed - computed - sampled)
-        self.throughput.stepped(running, sampled, took_s, context)
+        self.throughput.add_steps(running, sampled, took_s, context)
         batch = sampled / steps if steps else 0.0
-        self.fit.stepped(steps, sampled, context * batch, prefilled, took_s)
-        self.pauses.stepped(steps, took_s)
-        self.load.put("running", self.engine.running)
-        self.load.put("waiting", self.engine.waiting)
+        self.curve_fit.add_steps(steps, sampled, context * batch, prefilled, took_s)
+        self.pauses.add_steps(steps, took_s)
+        self.occupancy.set_count("running", self.engine.num_running)
+        self.occupancy.set_count("waiting", self.engine.num_waiting)
         self._flush(now, busy)
-        return busy or self.commands.some
+        return busy or self.commands.has_commands
 
-    def use(self, kv: HostCache) -> None:
-        self.kv = self.weights.kv = kv
+    def use_host_cache(self, host_cache: HostCache) -> None:
+        self.host_cache = self.weights.host_cache = host_cache
 
-    def obey(self, in_turn: bool) -> None:
+    def run_commands(self, in_slice: bool) -> None:
         """Runs what was commanded, in order; without a turn, up to what needs one."""
-        if self.commands.run(in_turn) and not in_turn:
+        if self.commands.run(in_slice) and not in_slice:
             self.flush()
 
     @property
-    def wants(self) -> str:
+    def slice_function(self) -> str:
         """The function that it wants a turn for; empty: there is nothing to compute."""
-        if self.commands.want_turn:
+        if self.commands.needs_slice:
             return "sync"
-        able = self.engine.version >= 0 and not self.weights.asleep
-        return "generate" if able and (self.engine.running or self.engine.waiting) else ""
+        able = self.engine.version >= 0 and not self.weights.is_asleep
+        return "generate" if able and (self.engine.num_running or self.engine.num_waiting) else ""
 
     def flush(self) -> None:
         self._flush(self.mesh.clock.monotonic(), False)
 
     def _flush(self, now: float, busy: bool) -> None:
-        many = self.engine.steps - self._flushed_step >= FLUSH_STEPS
-        due = many or now - self._flushed_at >= FLUSH_S or not busy
+        many = self.engine.num_steps - self._flushed_step >= FLUSH_STEPS
+        due = many or now - self._flushed_at_s >= FLUSH_S or not busy
         if due:
-            self._flushed_step, self._flushed_at = self.engine.steps, now
-        if due or self.steps.ended:
-            flush = self.steps.drain(ended_only=not due)
+            self._flushed_step, self._flushed_at_s = self.engine.num_steps, now
+        if due or self.steps.has_finished:
+            flush = self.steps.drain_outputs(finished_only=not due)
             if flush is not None:
-                self.contexts.flushed(flush)
-                self.commands.deliver(lambda: self.shards.route(flush))
+                self.context_lengths.add_flush(flush)
+                self.commands.call_on_loop(lambda: self.shard_streams.route(flush))
 
-    def admit(self, requests: list[Request], ended: list[int]) -> None:
-        if ended:
-            self.engine.release(ended)
+    def admit(self, requests: list[GenerationRequest], ended_sessions: list[int]) -> None:
+        if ended_sessions:
+            self.engine.release_sessions(ended_sessions)
         for request in requests:
-            request.adapter = request.adapter or self.weights.adapter
+            request.adapter = request.adapter or self.weights.default_adapter
         try:
             self.engine.submit(requests)
-            self.contexts.submitted(requests)
+            self.context_lengths.add_requests(requests)
         except Refused as error:
-            self.commands.deliver(partial(self._refuse, [r.id for r in requests], error))
+            self.commands.call_on_loop(partial(self._reject, [r.id for r in requests], error))
 
     def stats(self) -> EngineStats:
-        engine, steps, emulated = self.engine, self.steps, self.emulated
-        curve = self.fit.curve("", steps.tensor_parallel)
+        engine, steps, emulated = self.engine, self.steps, self.emulation
+        curve = self.curve_fit.get_curve("", steps.tensor_parallel_size)
         if curve is not None:
-            curve = replace(curve, most_tokens_per_s=self.throughput.most)
+            curve = replace(curve, most_tokens_per_s=self.throughput.max_tokens_per_s)
         return EngineStats(
-            **self.pauses.stats.encoded(),
+            **self.pauses.stats.encode(),
             ready=not self.draining,
             version=self.weights.version,
             tokens=engine.tokens_generated,
             busy_s=steps.busy_s,
-            running=engine.running,
-            waiting=engine.waiting,
-            requests=self.shards.requests,
-            plateau=self.throughput.plateau,
-            path=steps.path,
-            tensor_parallel=steps.tensor_parallel,
-            preempted=engine.preempted,
+            running=engine.num_running,
+            waiting=engine.num_waiting,
+            requests=self.shard_streams.request_counts,
+            plateau=self.throughput.plateau_batch,
+            path=steps.backend,
+            tensor_parallel=steps.tensor_parallel_size,
+            preempted=engine.num_preempted,
             prefill_tokens_per_s=steps.prefill_tokens_per_s,
             cache_bytes_per_token=engine.cache_bytes_per_token,
             start_s=round(self.weights.start_s, 3),
-            throughput=self.throughput.by_context,
-            context=round(self.contexts.mean, 1),
-            running_s=round(self.load.seconds("running"), 3),
-            waiting_s=round(self.load.seconds("waiting"), 3),
-            curve=curve.told() if curve is not None else None,
-            kv=self._kept(),
-            paced=emulated.paced if emulated is not None else None,
-            late=emulated.late if emulated is not None else None,
+            throughput=self.throughput.tokens_per_s_by_context,
+            context=round(self.context_lengths.mean_tokens, 1),
+            running_s=round(self.occupancy.read_seconds("running"), 3),
+            waiting_s=round(self.occupancy.read_seconds("waiting"), 3),
+            curve=curve.encode() if curve is not None else None,
+            kv=self._collect_kv_stats(),
+            paced=emulated.emulated_count if emulated is not None else None,
+            late=emulated.late_count if emulated is not None else None,
             tokens_cached=getattr(engine, "tokens_cached", None),
         )
 
-    def _kept(self) -> KVStats | None:
+    def _collect_kv_stats(self) -> KVStats | None:
         """What it publishes of keys and values that it loaded; None: it loads none."""
-        found = self.kv.stats() if self.kv is not None else None
-        moves = self.moves
-        if moves.tokens:
+        found = self.host_cache.stats() if self.host_cache is not None else None
+        moves = self.cache_moves
+        if moves.received_tokens:
             rate, found = self.steps.prefill_tokens_per_s, found or KVStats()
-            found.loaded["engines"], found.bytes_in["engines"] = moves.tokens, moves.bytes
-            found.saved_s = round(found.saved_s + (moves.tokens / rate if rate else 0.0), 3)
+            found.loaded["engines"], found.bytes_in["engines"] = (
+                moves.received_tokens,
+                moves.received_bytes,
+            )
+            found.saved_s = round(
+                found.saved_s + (moves.received_tokens / rate if rate else 0.0), 3
+            )
         return found
 
     # -- the loop's side -------------------------------------------------------------------------
 
     @stream(Engine.attach)
-    async def attach(self, request: Attach) -> AsyncIterator[Tokens]:
-        self._refuse_new()
-        if (previous := self.shards.listening(request.owner)) is not None:
+    async def attach(self, request: AttachStream) -> AsyncIterator[TokenBatch]:
+        self._check_not_draining()
+        if (previous := self.shard_streams.find_shard(request.owner)) is not None:
             self._detach(previous)
-        owner = self.shards.attach(request)
+        owner = self.shard_streams.attach(request)
         try:
             while (flush := await owner.flushes.get()) is not None:
                 yield flush
         finally:
             self._detach(owner)
 
-    def _detach(self, owner: Attached) -> None:
+    def _detach(self, owner: AttachedShard) -> None:
         """Aborts what an owner that has gone still had running."""
-        if ids := self.shards.detach(owner):
-            self.commands.give(lambda: self.engine.abort(ids))
+        if ids := self.shard_streams.detach(owner):
+            self.commands.enqueue(lambda: self.engine.abort(ids))
 
     @call(Engine.submit)
-    def submit(self, batch: Submit) -> None:
-        owner = self.shards.asking(batch.owner, batch.incarnation)
-        self._refuse_new()
-        requests, ended = self._requests(owner, batch), batch.ended.tolist()
-        self.commands.give(lambda: self.admit(requests, ended))
+    def submit(self, batch: SubmitRequests) -> None:
+        owner = self.shard_streams.require_shard(batch.owner, batch.incarnation)
+        self._check_not_draining()
+        requests, ended = self._build_requests(owner, batch), batch.ended_sessions.tolist()
+        self.commands.enqueue(lambda: self.admit(requests, ended))
 
-    def _requests(self, owner: Attached, batch: Submit) -> list[Request]:
+    def _build_requests(
+        self, owner: AttachedShard, batch: SubmitRequests
+    ) -> list[GenerationRequest]:
         how = batch.sampling
-        stop, stop_text = tuple(how.stop), tuple(how.stop_text)
+        stop, stop_text = tuple(how.stop_token_ids), tuple(how.stop_strings)
         ends = np.cumsum(batch.lengths)
         columns = zip(
-            batch.ids.tolist(),
+            batch.request_ids.tolist(),
             batch.sessions.tolist(),
             (ends - batch.lengths).tolist(),
             ends.tolist(),
-            batch.begins.tolist(),
-            batch.max_new.tolist(),
+            batch.turn_starts.tolist(),
+            batch.max_new_tokens.tolist(),
             batch.temperature.tolist(),
             batch.seeds.tolist(),
             strict=True,
         )
         return [
-            Request(
-                id=self.shards.number(owner, identity),
+            GenerationRequest(
+                id=self.shard_streams.register_request(owner, identity),
                 tokens=batch.tokens[start:end],
-                max_new=most,
+                max_new_tokens=most,
                 temperature=temperature,
                 stop_ids=stop,
                 seed=seed,
@@ -254,85 +269,89 @@ class EngineService(Actor):
                 top_p=how.top_p,
                 top_k=how.top_k,
                 min_p=how.min_p,
-                stop_text=stop_text,
-                begin=begin,
-                unmodified=how.unmodified,
+                stop_strings=stop_text,
+                turn_start=begin,
+                wants_raw_logprobs=how.wants_raw_logprobs,
                 adapter=how.adapter,
             )
             for identity, session, start, end, begin, most, temperature, seed in columns
         ]
 
-    def _refuse_new(self) -> None:
+    def _check_not_draining(self) -> None:
         if self.draining:
             raise Refused("the engine is draining", where=self.mesh.name, fix="ask another one")
 
-    def _refuse(self, ids: list[int], error: Refused) -> None:
+    def _reject(self, ids: list[int], error: Refused) -> None:
         """What the engine cannot serve ends as aborted, and the reason is logged."""
         self.mesh.telemetry.log.error("requests refused", error=str(error))
-        self.shards.refuse(ids)
+        self.shard_streams.reject(ids)
 
     @cast(Engine.abort)
-    def abort(self, request: Abort) -> None:
-        owner = self.shards.listening(request.owner)
+    def abort(self, request: AbortRequests) -> None:
+        owner = self.shard_streams.find_shard(request.owner)
         if owner is not None:
-            ids = [owner.ids[i] for i in request.ids.tolist() if i in owner.ids]
-            self.commands.give(lambda: self.engine.abort(ids))
+            ids = [
+                owner.engine_ids[i] for i in request.request_ids.tolist() if i in owner.engine_ids
+            ]
+            self.commands.enqueue(lambda: self.engine.abort(ids))
 
-    async def take_turns(self, enabled: bool) -> None:
+    async def set_time_slicing(self, enabled: bool) -> None:
         """Whether its gang has others that compute by turns with it. Returns when it keeps to it,
         at the end of the step in hand.
         """
-        if self.turns is not None and enabled != self.turns.enabled:
-            await self.turns.settle(enabled)
-            await self.commands.between_steps(lambda: None, "the engine to take turns")
+        if self.time_slices is not None and enabled != self.time_slices.is_enabled:
+            await self.time_slices.set_enabled(enabled)
+            await self.commands.run_between_steps(lambda: None, "the engine to take turns")
 
-    @call(Engine.settle)
-    async def settle(self, wish: Settle) -> Settled:
-        return await self.tiers.settle(wish)
+    @call(Engine.set_tier)
+    async def set_tier(self, desired: SetTier) -> TierUsage:
+        return await self.tiers.set_tier(desired)
 
-    @call(Engine.move)
-    async def move(self, request: CacheMove) -> CacheMoved:
+    @call(Engine.move_cache)
+    async def move_cache(self, request: CacheMove) -> CacheMoveResult:
         """Has a session's cache come from another engine, as far as that goes; never an error."""
-        if self.draining or self.shards.listening(request.owner) is None:
-            return CacheMoved(0, 0, 0.0, False)
-        return await self.moves.fetch(request)
+        if self.draining or self.shard_streams.find_shard(request.owner) is None:
+            return CacheMoveResult(0, 0, 0.0, False)
+        return await self.cache_moves.fetch_cache(request)
 
-    @stream(Engine.export)
-    async def export(self, request: Export) -> AsyncIterator[CacheFrame]:
-        async with aclosing(self.moves.frames(request)) as frames:
+    @stream(Engine.export_cache)
+    async def export_cache(self, request: ExportCache) -> AsyncIterator[CacheFrame]:
+        async with aclosing(self.cache_moves.stream_frames(request)) as frames:
             async for frame in frames:
                 yield frame
 
-    @call(Engine.stored)
-    async def stored(self, request: Stored) -> Shelved:
+    @call(Engine.look_up_chunks)
+    async def look_up_chunks(self, request: ChunkLookup) -> ChunkLookupResult:
         """Which chunks of a prefix lie on this host's shelves, where they stay for a while."""
-        there = np.zeros(request.names.nbytes // NAME_BYTES, np.bool_)
-        if self.kv is not None:
-            look = partial(self.kv.stored, request)
-            there = await self.mesh.host.run_blocking(look, deadline_s=STORED_S)
-        return Shelved(there)
+        there = np.zeros(request.chunk_names.nbytes // NAME_BYTES, np.bool_)
+        if self.host_cache is not None:
+            look = partial(self.host_cache.look_up_chunks, request)
+            there = await self.mesh.host.run_blocking(look, deadline_s=LOOK_UP_TIMEOUT_S)
+        return ChunkLookupResult(there)
 
     async def stop(self) -> None:
         await self.tiers.stop()
 
-    @cast(Engine.look)
-    def look(self, hint: Look) -> None:
-        self.weights.changed.set()
+    @cast(Engine.notify_change)
+    def notify_change(self, hint: ChangeHint) -> None:
+        self.weights.change_event.set()
 
     @call(Engine.drain)
     async def drain(self, request: str) -> None:
         """Takes nothing more; what runs ends as aborted, with every token so far delivered."""
         self.draining = True
-        ids = self.shards.out
-        self.commands.give(lambda: self.engine.abort(ids))
-        async with self.mesh.clock.timeout(DRAIN_S, "the last tokens to leave"):
-            while self.shards.out:
-                await self.mesh.clock.sleep(DRAIN_LOOK_S)
-        self.shards.end()
-        if (kv := self.kv) is not None:  # what was computed is left to the host's other engines
+        ids = self.shard_streams.open_requests
+        self.commands.enqueue(lambda: self.engine.abort(ids))
+        async with self.mesh.clock.timeout(DRAIN_TIMEOUT_S, "the last tokens to leave"):
+            while self.shard_streams.open_requests:
+                await self.mesh.clock.sleep(DRAIN_POLL_S)
+        self.shard_streams.close()
+        if (
+            kv := self.host_cache
+        ) is not None:  # what was computed is left to the host's other engines
             with suppress(MeshError):
-                await self.commands.between_steps(
-                    kv.keep_all, "caches to be kept", WRITTEN_S / 2, needs_turn=True
+                await self.commands.run_between_steps(
+                    kv.offload_all, "caches to be kept", OFFLOAD_TIMEOUT_S / 2, needs_slice=True
                 )
-                flush = partial(kv.writer.flush, WRITTEN_S / 2)
-                await self.mesh.host.run_blocking(flush, deadline_s=WRITTEN_S)
+                flush = partial(kv.writer.flush, OFFLOAD_TIMEOUT_S / 2)
+                await self.mesh.host.run_blocking(flush, deadline_s=OFFLOAD_TIMEOUT_S)

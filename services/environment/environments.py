@@ -20,19 +20,23 @@ from typing import Any
 import msgpack
 
 from meshrl.common.environment import mcp_client
-from meshrl.common.environment.framing import checked, encodable
-from meshrl.common.environment.making import making
+from meshrl.common.environment.creation_errors import convert_creation_errors
+from meshrl.common.environment.framing import check_packable, replace_surrogates
 from meshrl.common.job import builtin
-from meshrl.common.job.bundle.authored import beginning_of, place_of, placed
+from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
 from meshrl.common.mesh.process.entry.child import ChildChannel
-from meshrl.common.model.chat.chat import ANYWHERE, TEMPLATE, Chat
+from meshrl.common.model.chat.chat_format import (
+    SPECIAL_TOKENS_ANYWHERE,
+    TEMPLATE_FORMAT,
+    ChatFormat,
+)
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.services.environment import threaded
-from meshrl.services.environment.actions import BadAnswer
+from meshrl.services.environment import threaded_server
+from meshrl.services.environment.answers import InvalidAnswer
+from meshrl.services.environment.model_tools import JobTool, ModelTool
 from meshrl.services.environment.sessions import ChatSession, EnvironmentSession, TextSession
-from meshrl.services.environment.tools import BuiltIn, JobTool
 
-TaggedReply = tuple[str, Any]
+StatusReply = tuple[str, Any]
 
 
 class Environments:
@@ -43,49 +47,59 @@ class Environments:
         factory: Callable[[], Any] | None,
         tokenizer: Tokenizer,
         prompt: str,
-        chat: Chat | None = None,
-        tools: dict[str, BuiltIn] | None = None,
+        chat: ChatFormat | None = None,
+        tools: dict[str, ModelTool] | None = None,
         modules: str = "",
-        special_tokens: str = TEMPLATE,
-        ends: Sequence[str] = (),
+        special_tokens: str = TEMPLATE_FORMAT,
+        end_tokens: Sequence[str] = (),
     ) -> None:
         """`special_tokens` and `ends`, the tokens of `rollout.stop`, are for texts without chat."""
-        self._modules = modules  # where the author's code is
-        self._quotes, self._ends = special_tokens != ANYWHERE, ends
+        self._module_directory = modules  # where the author's code is
+        self._escapes_special_tokens, self._end_tokens = (
+            special_tokens != SPECIAL_TOKENS_ANYWHERE,
+            end_tokens,
+        )
         self._factory = factory or partial(SingleTurn, prompt)
         self._tokenizer = tokenizer
         self._chat, self._tools = chat, tools or {}
-        self._open: dict[int, EnvironmentSession] = {}
+        self._sessions: dict[int, EnvironmentSession] = {}
 
-    def perform(self, key: int, operation: str, argument: Any) -> TaggedReply:
+    def run_operation(self, key: int, operation: str, argument: Any) -> StatusReply:
         """One operation; what the author's code raises becomes the status `raised`."""
         try:
             answer = getattr(self, "_" + operation)(key, argument)
-            checked(answer)  # what cannot travel is the author's to know
+            check_packable(answer)  # what cannot travel is the author's to know
             return "ok", answer
         except Exception as error:
             if isinstance(error, KeyError) and error.args == (key,):
                 return "unknown", f"trajectory {key} has no environment here"
-            return "raised", self._described(error)
+            return "raised", self._describe_error(error)
 
-    def _described(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         """Type, text and the line of the author's code."""
-        if isinstance(error, BadAnswer):
+        if isinstance(error, InvalidAnswer):
             own = isinstance(getattr(error.function, "__self__", None), SingleTurn)
-            place = "" if own else beginning_of(error.function, self._modules)
-            return placed(encodable(str(error)), place)
+            place = "" if own else locate_function(error.function, self._module_directory)
+            return append_location(replace_surrogates(str(error)), place)
         text = f"{type(error).__name__}: {error}"
-        return placed(encodable(text), place_of(error, self._modules))
+        return append_location(
+            replace_surrogates(text), locate_error(error, self._module_directory)
+        )
 
     def _begin(self, key: int, row: dict[str, Any]) -> list[int]:
         made, tokenizer = self._factory(), self._tokenizer
         session: EnvironmentSession = (
             ChatSession(made, self._chat, self._tools, tokenizer)
             if self._chat
-            else TextSession(made, tokenizer, quotes=self._quotes, ends=self._ends)
+            else TextSession(
+                made,
+                tokenizer,
+                escapes_special_tokens=self._escapes_special_tokens,
+                end_tokens=self._end_tokens,
+            )
         )
-        ids = session.begin(row)
-        self._open[key] = session
+        ids = session.start(row)
+        self._sessions[key] = session
         return ids
 
     def _answer(self, key: int, argument: Any) -> list[list[int]]:
@@ -93,39 +107,39 @@ class Environments:
         row, value = argument
         ids = self._begin(key, row)
         try:
-            return [ids, self._open[key].answer(value)]
+            return [ids, self._sessions[key].encode_answer(value)]
         finally:
             self._close(key, None)
 
     def _step(self, key: int, ids: list[int]) -> list[Any]:
-        return self._open[key].step(ids)
+        return self._sessions[key].step(ids)
 
     def _result(self, key: int, value: Any) -> list[Any]:
-        return self._open[key].result(value)
+        return self._sessions[key].result(value)
 
     def _cut(self, key: int, ids: list[int]) -> list[Any]:
         """The trajectory ends in mid-turn: the turn's text, and the score of an environment that
         has one for it.
         """
-        return [self._tokenizer.decode(ids), self._open[key].cut(ids)]
+        return [self._tokenizer.decode(ids), self._sessions[key].truncate(ids)]
 
     def _restore(self, key: int, argument: Any) -> None:
         row, told, *ids = argument
         self._begin(key, row)
-        session = self._open[key]
+        session = self._sessions[key]
         for operation, value in told:
             (session.step if operation == "step" else session.result)(value)
         if ids:
-            session.check(ids[0])
+            session.check_replay(ids[0])
 
     def _close(self, key: int, _: Any) -> None:
-        if (session := self._open.pop(key, None)) is not None:
+        if (session := self._sessions.pop(key, None)) is not None:
             session.close()
 
     def close(self) -> None:
         """Closes all that is open; what their closing raises is for the log."""
-        for key in list(self._open):
-            status, error = self.perform(key, "close", None)
+        for key in list(self._sessions):
+            status, error = self.run_operation(key, "close", None)
             if status == "raised":
                 print(f"closing trajectory {key}: {error}", file=sys.stderr)
 
@@ -146,28 +160,28 @@ class SingleTurn:
         return None
 
 
-def offered(
-    uses: dict[str, str], servers: dict[str, list[str]], modules: str
-) -> dict[str, BuiltIn]:
+def load_tools(
+    references: dict[str, str], servers: dict[str, list[str]], modules: str
+) -> dict[str, ModelTool]:
     """The tools that the model is told of."""
-    found: dict[str, BuiltIn] = {}
+    found: dict[str, ModelTool] = {}
     served: dict[str, dict[str, Any]] = {}
-    for name, use in uses.items():
+    for name, use in references.items():
         if builtin.is_mcp(use):
             server, _, tool = use.removeprefix(builtin.MCP).partition("/")
             if server not in served:
-                served[server] = mcp_client.listed(servers[server], modules)
+                served[server] = mcp_client.list_server_tools(servers[server], modules)
             if tool not in served[server]:
                 raise ValueError(f"the MCP server {server} has no tool {tool!r}")
-            found[name] = BuiltIn(name, *served[server][tool])
+            found[name] = ModelTool(name, *served[server][tool])
         elif builtin.is_builtin(use):
-            found[name] = BuiltIn.of(name, builtin.TOOLS[use])
+            found[name] = ModelTool.from_builtin(name, builtin.TOOLS[use])
         else:
-            found[name] = JobTool(name, resolve(use, modules))
+            found[name] = JobTool(name, import_reference(use, modules))
     return found
 
 
-def resolve(reference: str, directory: str) -> Callable[..., Any]:
+def import_reference(reference: str, directory: str) -> Callable[..., Any]:
     """The object that `module:function` names, with `directory` first on the path."""
     if directory not in sys.path:
         sys.path.insert(0, directory)
@@ -176,7 +190,7 @@ def resolve(reference: str, directory: str) -> Callable[..., Any]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--use", default="", help="module:function, the environment's factory")
     found.add_argument("--modules", default=".", help="directory of the job's modules")
@@ -185,7 +199,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--chat", default="", help="chat format; empty: text as it is")
     found.add_argument("--chat-options", type=json.loads, default={})
     found.add_argument("--chat-template", type=json.loads, default={}, help="options of Chat.load")
-    found.add_argument("--special-tokens", default=TEMPLATE, help="or anywhere: in all texts")
+    found.add_argument(
+        "--special-tokens", default=TEMPLATE_FORMAT, help="or anywhere: in all texts"
+    )
     found.add_argument("--ends", type=json.loads, default=[], help="tokens that end an answer")
     found.add_argument("--tools", type=json.loads, default={}, help="name: module:function")
     found.add_argument("--mcp", type=json.loads, default={}, help="MCP server: its command")
@@ -194,26 +210,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    arguments = parser().parse_args()
+    arguments = build_parser().parse_args()
     channel = ChildChannel.from_env()
-    with making():
-        served = made(arguments)
+    with convert_creation_errors():
+        served = build_environments(arguments)
     if arguments.threads > 1:
-        threaded.serve(channel, served.perform, arguments.threads)
+        threaded_server.serve_threaded(channel, served.run_operation, arguments.threads)
     else:
-        serve(channel, served)
+        serve_channel(channel, served)
     served.close()
 
 
-def made(arguments: argparse.Namespace) -> Environments:
+def build_environments(arguments: argparse.Namespace) -> Environments:
     """What a command line asks for."""
     tokenizer = Tokenizer.load(arguments.tokenizer)
     chat, tools = None, {}
     if arguments.chat:
         format, options = arguments.chat, arguments.chat_options
-        chat = Chat.load(format, options, tokenizer, **arguments.chat_template)
-        tools = offered(arguments.tools, arguments.mcp, arguments.modules)
-    factory = resolve(arguments.use, arguments.modules) if arguments.use else None
+        chat = ChatFormat.load(format, options, tokenizer, **arguments.chat_template)
+        tools = load_tools(arguments.tools, arguments.mcp, arguments.modules)
+    factory = import_reference(arguments.use, arguments.modules) if arguments.use else None
     return Environments(
         factory,
         tokenizer,
@@ -226,17 +242,17 @@ def made(arguments: argparse.Namespace) -> Environments:
     )
 
 
-def serve(channel: ChildChannel, served: Environments) -> None:
+def serve_channel(channel: ChildChannel, served: Environments) -> None:
     """Answers the shard until it closes the channel, perhaps in the middle of an operation."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (block := channel.recv()) is not None:
-            channel.send(answered(served, block))
+            channel.send(answer_frame(served, block))
 
 
-def answered(served: Environments, block: bytes) -> bytes:
+def answer_frame(served: Environments, block: bytes) -> bytes:
     """The frame that answers a frame of operations."""
     answers = [
-        [key, *served.perform(key, operation, argument)]
+        [key, *served.run_operation(key, operation, argument)]
         for key, operation, argument in msgpack.unpackb(block, raw=False)
     ]
     packed: bytes = msgpack.packb(answers, use_bin_type=True)

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.environment.framing import encodable, packed
-from meshrl.common.model.chat.chat import Chat, ChatConversation, ParsedCall
-from meshrl.common.model.chat.messages import Message, conversation_of, message_of
+from meshrl.common.environment.framing import pack_message, replace_surrogates
+from meshrl.common.model.chat.chat_format import ChatConversation, ChatFormat, ParsedToolCall
+from meshrl.common.model.chat.messages import Message, parse_conversation, parse_message
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.services.environment.actions import BadAnswer, call_for_answer, score
-from meshrl.services.environment.tools import BadCall, BuiltIn
+from meshrl.services.environment.answers import InvalidAnswer, call_environment, call_for_reward
+from meshrl.services.environment.model_tools import InvalidToolCall, ModelTool
 
 Action = list[Any]
-SHOWN = 5  # pieces of a text that an error names
+MAX_PIECES_IN_ERROR = 5  # pieces of a text that an error names
 
 
 class EnvironmentSession(ABC):
@@ -32,11 +32,11 @@ class EnvironmentSession(ABC):
         self._environment, self._tokenizer = environment, tokenizer
 
     @abstractmethod
-    def begin(self, row: dict[str, Any]) -> list[int]:
+    def start(self, row: dict[str, Any]) -> list[int]:
         """Opens the environment; the prompt's ids."""
 
     @abstractmethod
-    def answer(self, value: Any) -> list[int]:
+    def encode_answer(self, value: Any) -> list[int]:
         """The ids of a turn that is given, right after `begin`."""
 
     @abstractmethod
@@ -45,16 +45,16 @@ class EnvironmentSession(ABC):
 
     def result(self, value: Any) -> Action:
         """After a tool's value."""
-        return self._action(self._environment.result, value)
+        return self._call_for_action(self._environment.result, value)
 
-    def cut(self, ids: list[int]) -> float | None:
+    def truncate(self, ids: list[int]) -> float | None:
         """The score of a trajectory that ends before the environment does, in mid-turn (with the
         ids of that turn) or not; most environments leave it open.
         """
         cut = getattr(self._environment, "cut", None)
-        return None if cut is None else score(cut, self._said(ids))
+        return None if cut is None else call_for_reward(cut, self._decode_turn(ids))
 
-    def check(self, ids: list[int]) -> None:
+    def check_replay(self, ids: list[int]) -> None:
         """After a replay: raises unless the trajectory began with these ids, which were logged."""
         return None
 
@@ -62,19 +62,19 @@ class EnvironmentSession(ABC):
         self._environment.close()
 
     @abstractmethod
-    def _said(self, ids: list[int]) -> str:
+    def _decode_turn(self, ids: list[int]) -> str:
         """What the environment sees of a turn."""
 
     @abstractmethod
-    def _appended(self, value: Any, function: Any) -> list[int]:
+    def _encode_append(self, value: Any, function: Any) -> list[int]:
         """The ids of what the environment's function appends; BadAnswer if it is none."""
 
-    def _action(self, function: Callable[..., Any], argument: Any) -> Action:
+    def _call_for_action(self, function: Callable[..., Any], argument: Any) -> Action:
         """What the shard is to do, by the answer of a function of the environment's."""
-        answer = call_for_answer(function, argument)
+        answer = call_environment(function, argument)
         if answer.tool:
             return ["tool", [answer.tool, answer.input]]
-        ids = None if answer.append is None else self._appended(answer.append, function)
+        ids = None if answer.append is None else self._encode_append(answer.append, function)
         if not answer.done:
             return ["append", ids]
         return ["done", answer.reward] if ids is None else ["last", [ids, answer.reward]]
@@ -87,41 +87,46 @@ class TextSession(EnvironmentSession):
     """
 
     def __init__(
-        self, environment: Any, tokenizer: Tokenizer, *, quotes: bool, ends: Sequence[str]
+        self,
+        environment: Any,
+        tokenizer: Tokenizer,
+        *,
+        escapes_special_tokens: bool,
+        end_tokens: Sequence[str],
     ) -> None:
         super().__init__(environment, tokenizer)
-        self._quotes, self._ends = quotes, ends
+        self._escapes_special_tokens, self._end_tokens = escapes_special_tokens, end_tokens
 
-    def begin(self, row: dict[str, Any]) -> list[int]:
+    def start(self, row: dict[str, Any]) -> list[int]:
         text = self._environment.open(row)
         if not isinstance(text, str):
             said = f"open() returned {type(text).__name__}, not the prompt as str"
-            raise BadAnswer(f"{said}; messages take environment.chat", self._environment.open)
-        check_written(self._tokenizer, text, self._environment.open)
-        return self._tokenizer.begin(text, quote=self._quotes)
+            raise InvalidAnswer(f"{said}; messages take environment.chat", self._environment.open)
+        check_encodable(self._tokenizer, text, self._environment.open)
+        return self._tokenizer.encode_start(text, escape=self._escapes_special_tokens)
 
-    def answer(self, value: Any) -> list[int]:
+    def encode_answer(self, value: Any) -> list[int]:
         if not isinstance(value, str):
             raise TypeError(f"an answer is str, not {type(value).__name__}")
-        end = max((end for end in self._ends if value.endswith(end)), key=len, default="")
+        end = max((end for end in self._end_tokens if value.endswith(end)), key=len, default="")
         return self._encode(value.removesuffix(end), end)
 
     def step(self, ids: list[int]) -> Action:
         text = self._tokenizer.decode(ids)
-        return [text, *self._action(self._environment.step, text)]
+        return [text, *self._call_for_action(self._environment.step, text)]
 
-    def _said(self, ids: list[int]) -> str:
+    def _decode_turn(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
 
     def _encode(self, text: str, end: str = "") -> list[int]:
         """The ids of the author's text, and of the token that ends it."""
-        quoted = self._tokenizer.quote(text) if self._quotes else text
+        quoted = self._tokenizer.escape(text) if self._escapes_special_tokens else text
         return self._tokenizer.encode(quoted + end)
 
-    def _appended(self, value: Any, function: Any) -> list[int]:
+    def _encode_append(self, value: Any, function: Any) -> list[int]:
         if not isinstance(value, str):
             said = f"{function.__name__}() appends {value!r:.80}, not a str"
-            raise BadAnswer(f"{said}; messages take environment.chat", function)
+            raise InvalidAnswer(f"{said}; messages take environment.chat", function)
         return self._encode(value)
 
 
@@ -135,15 +140,17 @@ class ChatSession(EnvironmentSession):
     """
 
     def __init__(
-        self, environment: Any, chat: Chat, tools: dict[str, BuiltIn], tokenizer: Tokenizer
+        self, environment: Any, chat: ChatFormat, tools: dict[str, ModelTool], tokenizer: Tokenizer
     ) -> None:
         super().__init__(environment, tokenizer)
         self._chat, self._tools = chat, tools
         self._conversation: ChatConversation | None = None
-        self._opening: tuple[list[Message], Any] = ([], [])
-        self._waiting: deque[ParsedCall] = deque()
-        self._calling: ParsedCall | None = None  # the call whose value the shard will bring
-        self._answers: list[Message] = []
+        self._prompt: tuple[list[Message], Any] = ([], [])
+        self._pending_calls: deque[ParsedToolCall] = deque()
+        self._current_call: ParsedToolCall | None = (
+            None  # the call whose value the shard will bring
+        )
+        self._tool_messages: list[Message] = []
 
     @property
     def conversation(self) -> ChatConversation:
@@ -151,96 +158,98 @@ class ChatSession(EnvironmentSession):
             raise RuntimeError("the environment has not been opened")
         return self._conversation
 
-    def begin(self, row: dict[str, Any]) -> list[int]:
+    def start(self, row: dict[str, Any]) -> list[int]:
         opened: Any = self._environment.open(row)
-        specs: Any = [tool.spec for tool in self._tools.values()]
+        specs: Any = [tool.description_for_template for tool in self._tools.values()]
         try:
             if isinstance(opened, dict):
-                opened, specs = parts_of(opened, specs)
-            self._opening = conversation_of(opened), specs
+                opened, specs = split_opening(opened, specs)
+            self._prompt = parse_conversation(opened), specs
         except ValueError as error:
             said = f"the prompt is none that a chat takes: {error}"
-            raise BadAnswer(said, self._environment.open) from None
-        for message in self._opening[0]:
-            check_written(self._tokenizer, message["content"], self._environment.open)
-        self._conversation = self._chat.begin(*self._opening)
+            raise InvalidAnswer(said, self._environment.open) from None
+        for message in self._prompt[0]:
+            check_encodable(self._tokenizer, message["content"], self._environment.open)
+        self._conversation = self._chat.start_conversation(*self._prompt)
         return self._conversation.ids
 
-    def answer(self, value: Any) -> list[int]:
+    def encode_answer(self, value: Any) -> list[int]:
         message = {"content": value} if isinstance(value, str) else value
         if isinstance(message, dict):
             message = {"role": "assistant"} | message
-        messages, specs = self._opening
-        said = message_of(message, "the answer", ("assistant",))
-        return self._chat.answer(messages, said, specs)
+        messages, specs = self._prompt
+        said = parse_message(message, "the answer", ("assistant",))
+        return self._chat.encode_answer(messages, said, specs)
 
     def step(self, ids: list[int]) -> Action:
-        reply = self.conversation.sampled(ids)
+        reply = self.conversation.append_turn(ids)
         text = self._tokenizer.decode(ids)
         if not reply.calls:
-            return [text, *self._action(self._environment.step, reply.content)]
-        self._waiting, self._answers = deque(reply.calls), []
-        return [text, *self._next_call()]
+            return [text, *self._call_for_action(self._environment.step, reply.content)]
+        self._pending_calls, self._tool_messages = deque(reply.calls), []
+        return [text, *self._start_next_call()]
 
     def result(self, value: Any) -> Action:
-        if self._calling is None:
+        if self._current_call is None:
             return super().result(value)
         content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        self._answer(self._calling, content)
-        return self._next_call()
+        self._add_tool_message(self._current_call, content)
+        return self._start_next_call()
 
-    def _said(self, ids: list[int]) -> str:
-        return self.conversation.sampled(ids).content if ids else ""
+    def _decode_turn(self, ids: list[int]) -> str:
+        return self.conversation.append_turn(ids).content if ids else ""
 
-    def check(self, ids: list[int]) -> None:
+    def check_replay(self, ids: list[int]) -> None:
         if self.conversation.ids[: len(ids)] != ids:
             raise RuntimeError("a replay of the environment differs from what was logged")
 
-    def _next_call(self) -> Action:
-        while self._waiting:
-            self._calling = self._waiting.popleft()
+    def _start_next_call(self) -> Action:
+        while self._pending_calls:
+            self._current_call = self._pending_calls.popleft()
             try:
-                return ["tool", [self._calling.name, self._input(self._calling)]]
-            except BadCall as problem:
-                self._answer(self._calling, f"error: {problem}")
-        self._calling = None
-        return ["append", self.conversation.extend(self._answers)]
+                return ["tool", [self._current_call.name, self._prepare_input(self._current_call)]]
+            except InvalidToolCall as problem:
+                self._add_tool_message(self._current_call, f"error: {problem}")
+        self._current_call = None
+        return ["append", self.conversation.append_messages(self._tool_messages)]
 
-    def _input(self, call: ParsedCall) -> Any:
+    def _prepare_input(self, call: ParsedToolCall) -> Any:
         if call.problem:
-            raise BadCall(f"the call could not be read: {call.problem}")
+            raise InvalidToolCall(f"the call could not be read: {call.problem}")
         if call.name not in self._tools:
             known = ", ".join(self._tools) or "none"
-            raise BadCall(f"there is no tool {call.name!r}; there are {known}")
-        value = self._tools[call.name].input(call.arguments)
+            raise InvalidToolCall(f"there is no tool {call.name!r}; there are {known}")
+        value = self._tools[call.name].prepare_input(call.arguments)
         try:
-            packed(value)
+            pack_message(value)
         except BadMessage as error:
-            raise BadCall(f"the arguments cannot be passed on: {error}") from error
+            raise InvalidToolCall(f"the arguments cannot be passed on: {error}") from error
         return value
 
-    def _answer(self, call: ParsedCall, content: str) -> None:
-        message = {"role": "tool", "tool_call_id": call.id, "content": encodable(content)}
-        self._answers.append(message | ({"name": encodable(call.name)} if call.name else {}))
+    def _add_tool_message(self, call: ParsedToolCall, content: str) -> None:
+        message = {"role": "tool", "tool_call_id": call.id, "content": replace_surrogates(content)}
+        self._tool_messages.append(
+            message | ({"name": replace_surrogates(call.name)} if call.name else {})
+        )
 
-    def _appended(self, value: Any, function: Any) -> list[int]:
+    def _encode_append(self, value: Any, function: Any) -> list[int]:
         try:
-            messages = conversation_of(value)
+            messages = parse_conversation(value)
         except ValueError as error:
             said = f"{function.__name__}() appends no messages: {error}"
-            raise BadAnswer(said, function) from None
-        return self.conversation.extend(messages)
+            raise InvalidAnswer(said, function) from None
+        return self.conversation.append_messages(messages)
 
 
-def check_written(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
+def check_encodable(tokenizer: Tokenizer, prompt: str, function: Any) -> None:
     """BadAnswer when a prompt would be trained without some of its characters."""
-    if lost := tokenizer.lost(prompt):
-        some = ", ".join(map(repr, lost[:SHOWN]))
+    if lost := tokenizer.find_lossy_pieces(prompt):
+        some = ", ".join(map(repr, lost[:MAX_PIECES_IN_ERROR]))
         said = f"the tokenizer drops or replaces {some} of the prompt {prompt!r:.80}"
-        raise BadAnswer(said, function)
+        raise InvalidAnswer(said, function)
 
 
-def parts_of(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:
+def split_opening(opened: dict[str, Any], specs: list[Message]) -> tuple[Any, list[Message]]:
     """Messages and tools of an `open` that returns both, or its messages and the job's tools."""
     if unknown := [key for key in opened if key not in ("messages", "tools")]:
         raise ValueError(f"there is no key {unknown[0]!r}; there are 'messages' and 'tools'")

@@ -1,1 +1,1 @@
-"""The gateway: the mesh's door for people who hold a token. Open `gateway.py` first."""
+"""The gateway: the mesh's door for people who hold a token. Open `gateway_actor.py` first."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshrl.common.base.errors import ConfigError, Damaged
-from meshrl.common.base.host.ports import ANY, ports
-from meshrl.common.mesh.access import identity
-from meshrl.common.mesh.access.identity import Identity
-from meshrl.common.mesh.access.records import FILE
-from meshrl.common.mesh.access.tokens import TokenTable
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.base.errors import ConfigError, CorruptData
+from meshrl.common.base.host.listen_addresses import EPHEMERAL_PORTS, parse_listen_address
+from meshrl.common.mesh.access import gateway_identity
+from meshrl.common.mesh.access.access_records import RECORDS_FILE
+from meshrl.common.mesh.access.gateway_identity import GatewayIdentity
+from meshrl.common.mesh.access.token_registry import TokenRegistry
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
 from meshrl.common.mesh.transport.keys import KeyPair, TokenKeys
-from meshrl.common.mesh.transport.strangers import Limits
-from meshrl.common.mesh.transport.zmq import ZmqTransport
-from meshrl.services.gateway.front import FrontDoor
-from meshrl.services.gateway.gateway import GatewayActor
+from meshrl.common.mesh.transport.unauthenticated_peers import ConnectionLimits
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.services.gateway.gateway_actor import GatewayActor
+from meshrl.services.gateway.listener import GatewayListener
 
 
 async def main(listen: str, advertise: str) -> None:
@@ -26,14 +26,14 @@ async def main(listen: str, advertise: str) -> None:
 async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
     """The life of the gateway, until it is cancelled."""
     directory = Path(mesh.settings.run_root) / "mesh"
-    known = TokenTable(directory / FILE, mesh.clock.wall)
-    transport = listening(mesh, directory, listen, advertise, known)
+    known = TokenRegistry(directory / RECORDS_FILE, mesh.clock.wall)
+    transport = create_transport(mesh, directory, listen, advertise, known)
     actor = GatewayActor(mesh, known)
-    door = FrontDoor(mesh, transport, known)
+    door = GatewayListener(mesh, transport, known)
     try:
         await mesh.join(None, stats=actor.stats)
         await actor.start()
-        door.open(actor)
+        door.start(actor)
         mesh.ready = True
         while True:
             await mesh.clock.sleep(60.0)
@@ -42,41 +42,41 @@ async def serve(mesh: Mesh, listen: str, advertise: str = "") -> None:
         await mesh.leave()
 
 
-def listening(
-    mesh: Mesh, directory: Path, listen: str, advertise: str, known: TokenTable
+def create_transport(
+    mesh: Mesh, directory: Path, listen: str, advertise: str, tokens: TokenRegistry
 ) -> ZmqTransport:
     """The front door's transport, with the key and, if it can be had, the port of the last start:
     tokens that were given tell of both.
     """
     try:
-        before = identity.known(directory)
-    except Damaged as error:
+        before = gateway_identity.find_identity(directory)
+    except CorruptData as error:
         mesh.log.warning("tokens that were given are good no more", why=str(error))
         before = None
-    own = before.keys if before is not None else KeyPair.new()
-    keys = TokenKeys(own, own.public, known.holder)
-    connections = Limits() if mesh.settings.joinable else None
+    own = before.key_pair if before is not None else KeyPair.generate()
+    keys = TokenKeys(own, own.public, tokens.find_holder)
+    connections = ConnectionLimits() if mesh.settings.joinable else None
     transport = None
     if before is not None and before.bound.rpartition(":")[0] == listen.rpartition(":")[0]:
-        _, tried = ports(listen, "--gateway")
+        _, tried = parse_listen_address(listen, "--gateway")
         port = int(before.bound.rpartition(":")[2])
-        bind = before.bound if tried == ANY or port in tried else listen
+        bind = before.bound if tried == EPHEMERAL_PORTS or port in tried else listen
         try:
-            transport = ZmqTransport(bind, advertise, keys=keys, connections=connections)
+            transport = ZmqTransport(bind, advertise, keys=keys, connection_limits=connections)
         except ConfigError as error:
             mesh.log.warning("tokens that were given name a port that is taken", why=str(error))
     if transport is None:
-        transport = ZmqTransport(listen, advertise, keys=keys, connections=connections)
+        transport = ZmqTransport(listen, advertise, keys=keys, connection_limits=connections)
     bound = f"{listen.rpartition(':')[0]}:{transport.address.rpartition(':')[2]}"
-    now = Identity(transport.address, bound, own.public.decode(), own.secret.decode())
+    now = GatewayIdentity(transport.address, bound, own.public.decode(), own.secret.decode())
     if now != before:
         now.write(directory)
     return transport
 
 
 if __name__ == "__main__":
-    found = argparse.ArgumentParser(description=__doc__)
-    found.add_argument("--listen", required=True)
-    found.add_argument("--advertise", default="")
-    arguments = found.parse_args()
-    run(lambda: main(arguments.listen, arguments.advertise))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listen", required=True)
+    parser.add_argument("--advertise", default="")
+    arguments = parser.parse_args()
+    run_service(lambda: main(arguments.listen, arguments.advertise))

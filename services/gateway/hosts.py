@@ -12,31 +12,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.calls.callers import HOST_ROLES, PLANNER
+from meshrl.common.api.calls.call_permissions import HOST_ROLES, PLANNER_ROLE
 from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation, RemainingNames
 from meshrl.common.base.errors import NotFound, Refused
 from meshrl.common.base.host.settings import SECRET_BYTES
-from meshrl.common.base.release import release
+from meshrl.common.base.release import read_release
 from meshrl.common.mesh.access import members
-from meshrl.common.mesh.access.hosts import AdmittedHost
-from meshrl.common.mesh.access.members import AGAIN_S
-from meshrl.common.mesh.access.records import FILE, digest
-from meshrl.common.mesh.access.tokens import TokenTable
+from meshrl.common.mesh.access.access_records import RECORDS_FILE, digest_key
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.mesh.access.members import REJOIN_WINDOW_S
+from meshrl.common.mesh.access.token_registry import TokenRegistry
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.hosts import admission
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.store.store import remaining_on
-from meshrl.services.gateway.front import holder
+from meshrl.common.state.hosts import host_requests
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.pool_rows import list_remaining
+from meshrl.services.gateway.listener import caller_id
 
-FILE_S = 10.0  # for a change of the tokens
-NAME = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")
-KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # in Z85
-ADDRESS = re.compile(r"[0-9A-Za-z.:\[\]_-]{1,255}")
+FILE_TIMEOUT_S = 10.0  # for a change of the tokens
+HOST_NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9-]{2,40}")
+KEY_PATTERN = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # in Z85
+ADDRESS_PATTERN = re.compile(r"[0-9A-Za-z.:\[\]_-]{1,255}")
 
 
 @dataclass(frozen=True)
-class Joining:
+class JoinInProgress:
     """A host that is being let in, or was just now."""
 
     token: str
@@ -48,134 +48,148 @@ class Joining:
 class HostCalls(Actor):
     """The gateway's calls of hosts, each of which names its member key, or a token to join with."""
 
-    def __init__(self, mesh: Mesh, tokens: TokenTable) -> None:
+    def __init__(self, mesh: Mesh, tokens: TokenRegistry) -> None:
         self.mesh, self._tokens = mesh, tokens
         # By the host's own key: one whose answer was lost asks again, and is to have the same
         # secret.
-        self._joining: dict[str, Joining] = {}
+        self._joins: dict[str, JoinInProgress] = {}
 
     @call(Gateway.join)
     async def join(self, request: JoinHost) -> HostAdmitted:
         """Lets a host in. Refused says why not."""
-        token = holder.get()
-        if (member := self._tokens.member(token)) is not None:
+        token = caller_id.get()
+        if (member := self._tokens.find_member(token)) is not None:
             raise Refused(
                 f"{member.host} is a member already", fix="Join with a token, as another host"
             )
-        self._check(request)
+        self._check_request(request)
         now_s = self.mesh.clock.wall()
-        self._joining = {k: j for k, j in self._joining.items() if now_s - j.since_s <= AGAIN_S}
-        found = self._joining.get(request.key)
-        if found is not None and found.answer.done() and not self._tokens.holder(_public(request)):
+        self._joins = {k: j for k, j in self._joins.items() if now_s - j.since_s <= REJOIN_WINDOW_S}
+        found = self._joins.get(request.key)
+        if (
+            found is not None
+            and found.answer.done()
+            and not self._tokens.find_holder(_encode_public_key(request))
+        ):
             found = None  # it has left since
         if found is None or (found.token, found.request) != (token, request):
-            letting_in = self._let_in(token, request, now_s)
+            letting_in = self._admit_host(token, request, now_s)
             answer = asyncio.create_task(letting_in, name=f"join {request.host}")
-            found = self._joining[request.key] = Joining(token, request, answer, now_s)
+            found = self._joins[request.key] = JoinInProgress(token, request, answer, now_s)
         return await asyncio.shield(found.answer)
 
-    def _check(self, request: JoinHost) -> None:
+    def _check_request(self, request: JoinHost) -> None:
         if not self.mesh.settings.joinable:
             raise Refused(
                 "this mesh is one host's", fix="Start it with `meshrl up --listen HOST` for several"
             )
-        if not NAME.fullmatch(request.host) or not ADDRESS.fullmatch(request.address):
+        if not HOST_NAME_PATTERN.fullmatch(request.host) or not ADDRESS_PATTERN.fullmatch(
+            request.address
+        ):
             raise Refused(f"{request.host!r:.60} at {request.address!r:.60} cannot be a host")
         if request.host == self.mesh.settings.host:  # before it is a member: it would ask as one
             raise Refused(f"{request.host} is the head's own name", fix="Join from a new directory")
-        if not KEY.fullmatch(request.key):
+        if not KEY_PATTERN.fullmatch(request.key):
             raise Refused(f"{request.key!r:.60} is no public key of a host")
-        if request.version != release():
+        if request.version != read_release():
             raise Refused(
-                f"this host has MeshRL {request.version:.40}, and the mesh {release()}",
+                f"this host has MeshRL {request.version:.40}, and the mesh {read_release()}",
                 fix="Install the same version on both",
             )
 
-    async def _let_in(self, token: str, request: JoinHost, now_s: float) -> HostAdmitted:
-        mesh, host, public = self.mesh, request.host, _public(request)
+    async def _admit_host(self, token: str, request: JoinHost, now_s: float) -> HostAdmitted:
+        mesh, host, public = self.mesh, request.host, _encode_public_key(request)
         try:
-            await self._on_file(members.let_in, token, host, public, now_s)
+            await self._change_token_file(members.admit_member, token, host, public, now_s)
             secret = secrets.token_hex(SECRET_BYTES)
             # That of a planner's too, which the launcher leaves out where there is to be none.
-            roles = HOST_ROLES | {PLANNER}
+            roles = HOST_ROLES | {PLANNER_ROLE}
             about = {
-                "admitted": asdict(AdmittedHost.of(host, secret, roles, mesh.clock.wall())),
+                "admitted": asdict(
+                    AdmittedHost.from_secret(host, secret, roles, mesh.clock.wall())
+                ),
                 "address": request.address,
                 "workers": request.workers,
                 "standby": request.standby,
                 "ephemeral": request.ephemeral,
-                "key": digest(public),
+                "key": digest_key(public),
             }
             id = f"{token}.{secrets.token_hex(8)}"
             try:
-                told = await admission.ask(mesh.state, mesh.clock, id, admission.JOIN, about)
+                told = await host_requests.submit_host_request(
+                    mesh.state, mesh.clock, id, host_requests.JOIN, about
+                )
             except Refused:  # it is no member then
-                await self._on_file(members.take_back, token, host)
+                await self._change_token_file(members.undo_admission, token, host)
                 raise
         # After any other error it may ask again by the same key, which gives it nothing before the
         # launcher has let it in.
         except BaseException:
-            self._joining.pop(request.key, None)
+            self._joins.pop(request.key, None)
             raise
         mesh.log.info("a host has joined", host=host, address=request.address, token=token)
         return HostAdmitted(secret=secret, **told)
 
-    async def _on_file(self, change: Callable[..., None], *words: Any) -> None:
+    async def _change_token_file(self, change: Callable[..., None], *arguments: Any) -> None:
         """Changes tokens and members, on a thread: another process may have the file locked."""
-        file = Path(self.mesh.settings.run_root) / "mesh" / FILE
-        await self.mesh.host.run_blocking(change, file, *words, deadline_s=FILE_S)
+        file = Path(self.mesh.settings.run_root) / "mesh" / RECORDS_FILE
+        await self.mesh.host.run_blocking(change, file, *arguments, deadline_s=FILE_TIMEOUT_S)
 
     @call(Gateway.leave)
     async def leave(self, request: None) -> bool:
         """Forgets the host of a member key; whether there was one."""
-        id, host = holder.get(), self._member()
+        id, host = caller_id.get(), self._find_member_host()
         state, clock, about = self.mesh.state, self.mesh.clock, {"host": host}
-        told = await admission.ask(state, clock, f"{id}.leave", admission.LEAVE, about)
+        told = await host_requests.submit_host_request(
+            state, clock, f"{id}.leave", host_requests.LEAVE, about
+        )
         self.mesh.log.info("a host has left", host=host)
         return bool(told["left"])
 
     @call(Gateway.drain)
     async def drain(self, request: None) -> bool:
         """Has everything move away from the host of a member key, which is about to end."""
-        return bool((await self._asked(admission.DRAIN))["changed"])
+        return bool((await self._request_launcher(host_requests.DRAIN))["changed"])
 
     @call(Gateway.back)
     async def back(self, address: str) -> bool:
         """Ends that, as the host is there again."""
-        if not ADDRESS.fullmatch(address):
+        if not ADDRESS_PATTERN.fullmatch(address):
             raise Refused(f"{address!r:.60} is no address of a host")
-        told = await self._asked(admission.BACK, address=address)
+        told = await self._request_launcher(host_requests.RETURN, address=address)
         return bool(told["changed"])
 
     @call(Gateway.whereabouts)
     async def whereabouts(self, request: None) -> RedisLocation:
         """What the host of a member key was told when it joined, as it is now."""
-        return RedisLocation(**await self._asked(admission.WHERE))
+        return RedisLocation(**await self._request_launcher(host_requests.LOCATE))
 
-    async def _asked(self, kind: str, **about: str) -> dict[str, Any]:
+    async def _request_launcher(self, kind: str, **arguments: str) -> dict[str, Any]:
         """The launcher's answer about the host of the request's member key."""
-        mesh, asked = self.mesh, f"{holder.get()}.{kind}.{secrets.token_hex(8)}"
-        told = {**about, "host": self._member()}
-        return await admission.ask(mesh.state, mesh.clock, asked, kind, told)
+        mesh, asked = self.mesh, f"{caller_id.get()}.{kind}.{secrets.token_hex(8)}"
+        told = {**arguments, "host": self._find_member_host()}
+        return await host_requests.submit_host_request(mesh.state, mesh.clock, asked, kind, told)
 
     @call(Gateway.remaining)
     async def remaining(self, request: None) -> RemainingNames:
         """What is left on the host of a member key."""
-        state, host = self.mesh.state, self._member()
-        return RemainingNames(await remaining_on(state, host), await pool.drains(state, host))
+        state, host = self.mesh.state, self._find_member_host()
+        return RemainingNames(
+            await list_remaining(state, host), await pool.is_draining(state, host)
+        )
 
     @call(Gateway.membership)
     async def membership(self, request: None) -> str:
         """The host of a member key."""
-        return self._member()
+        return self._find_member_host()
 
-    def _member(self) -> str:
+    def _find_member_host(self) -> str:
         """The host of the request's member key. NotFound for a token, which is nobody's."""
-        known = self._tokens.member(holder.get())
+        known = self._tokens.find_member(caller_id.get())
         if known is None:
             raise NotFound("this is the key of no host that has joined", fix="`meshrl join` does")
         return known.host
 
 
-def _public(request: JoinHost) -> bytes:
+def _encode_public_key(request: JoinHost) -> bytes:
     return request.key.encode()

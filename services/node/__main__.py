@@ -8,36 +8,38 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from meshrl.common.mesh.residents.orphan import ORPHAN_S
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.common.state.pool.placing.taking import ALL, taken
-from meshrl.common.weights.store import host_chunks
+from meshrl.common.mesh.instances.orphans import ORPHAN_TIMEOUT_S
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES, parse_services
+from meshrl.common.weights.store import chunk_cache
 from meshrl.services.node.agent import NodeAgent
-from meshrl.services.node.gpus.accelerators import discover
-from meshrl.services.node.residents.roles import with_overrides
-from meshrl.services.node.worker import budget_options, market_option
+from meshrl.services.node.gpus.accelerators import discover_accelerators
+from meshrl.services.node.instances.desired_roles import override_commands
+from meshrl.services.node.worker import add_budget_options, add_market_option
 
 
-async def main(a: argparse.Namespace) -> None:
+async def main(args: argparse.Namespace) -> None:
     settings = MeshSettings.from_env()
-    with_overrides(a.role_command)  # a mistake in them is said here, not by every worker
-    await serve(await Mesh.open(f"node/{settings.host}", "node", settings), a)
+    override_commands(args.role_command)  # a mistake in them is said here, not by every worker
+    await serve(await Mesh.open(f"node/{settings.host}", "node", settings), args)
 
 
-async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
-    found = await discover(mesh.host, a.device, a.workers, a.stand_for)
-    accelerators = [replace(one, bytes=a.accelerator_bytes or one.bytes) for one in found]
-    options = ["--orphan-s", str(a.orphan_s), "--market", a.market]
-    options += ["--memory-bytes", str(a.memory_bytes), "--disk-bytes", str(a.disk_bytes)]
-    for command in a.role_command:
+async def serve(mesh: Mesh, args: argparse.Namespace) -> None:
+    found = await discover_accelerators(mesh.host, args.device, args.workers, args.stand_for)
+    accelerators = [
+        replace(one, memory_bytes=args.accelerator_bytes or one.memory_bytes) for one in found
+    ]
+    options = ["--orphan-s", str(args.orphan_s), "--market", args.market]
+    options += ["--memory-bytes", str(args.memory_bytes), "--disk-bytes", str(args.disk_bytes)]
+    for command in args.role_command:
         options += ["--role-command", command]
-    orphan = ["--orphan-s", str(a.orphan_s)]
-    agent = NodeAgent(mesh, accelerators, options, a.worker_prefix, orphan, a.services)
-    bulk = host_chunks.serve_cache(mesh)
+    orphan = ["--orphan-s", str(args.orphan_s)]
+    agent = NodeAgent(mesh, accelerators, options, args.worker_prefix, orphan, args.services)
+    bulk = chunk_cache.serve_cache(mesh)
 
     def stats() -> dict[str, Any]:
-        found = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent)
-        return found.encoded() | agent.gpus.stats()
+        found = replace(agent.stats(), bulk_sent=None if bulk is None else bulk.sent_bytes)
+        return found.encode() | agent.gpus.stats()
 
     try:
         await mesh.join(agent, stats=stats, bulk_address="" if bulk is None else bulk.address)
@@ -46,17 +48,20 @@ async def serve(mesh: Mesh, a: argparse.Namespace) -> None:
     finally:
         if bulk is not None:
             bulk.close()
-        await agent.leave()  # it has more to wait for than the stop of an actor may take
+        await agent.shut_down()  # it has more to wait for than the stop of an actor may take
         await mesh.leave()
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--workers", type=int, default=0, help="slots; 0 with cuda: one a GPU")
     found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     found.add_argument("--worker-prefix", default="w", help="unique to this host in the mesh")
     found.add_argument(
-        "--services", type=taken, default=ALL, help="that may be placed here, or none"
+        "--services",
+        type=parse_services,
+        default=ALL_SERVICES,
+        help="that may be placed here, or none",
     )
     found.add_argument(
         "--stand-for",
@@ -66,22 +71,25 @@ def parser() -> argparse.ArgumentParser:
         help="accelerators that the first CPU slots stand for, at the pace that a job declares; "
         "also in $MESHRL_STAND_FOR",
     )
-    market_option(found)
-    budget_options(found)
+    add_market_option(found)
+    add_budget_options(found)
     found.add_argument(
         "--role-command",
         action="append",
         default=os.environ.get("MESHRL_ROLE_COMMANDS", "").splitlines(),
         metavar="ROLE=COMMAND",
         help="what workers start for a role, in place of ours; gets the options of "
-        "common/state/pool/workers/seat.py; also a line each in $MESHRL_ROLE_COMMANDS",
+        "common/state/pool/workers/placement.py; also a line each in $MESHRL_ROLE_COMMANDS",
     )
     found.add_argument(
-        "--orphan-s", type=float, default=ORPHAN_S, help="workers without an agent end after"
+        "--orphan-s",
+        type=float,
+        default=ORPHAN_TIMEOUT_S,
+        help="workers without an agent end after",
     )
     return found
 
 
 if __name__ == "__main__":
-    arguments = parser().parse_args()
-    run(lambda: main(arguments))
+    arguments = build_parser().parse_args()
+    run_service(lambda: main(arguments))

@@ -17,31 +17,36 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.common.api import node as api
-from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.calls.interface import ChangeHint
 from meshrl.common.api.node import LogFile, LogPart, Node, ReadLog
-from meshrl.common.api.stats import DistanceStats, HostLoadStats, NodeStats
+from meshrl.common.api.stats import HeadLatencyStats, HostLoadStats, NodeStats
 from meshrl.common.base.errors import DeadlineExceeded, NotFound, StateUnavailable
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.mesh.process.host import Stoppable
-from meshrl.common.mesh.process.output.log_bounds import bound_file
-from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
+from meshrl.common.mesh.process.output.log_bounds import rotate_file_if_long
+from meshrl.common.mesh.process.supervision.exit_reports import ExitReport, ExitReportSender
 from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
-from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.mesh.process.supervision.supervisor import (
+    ChildExit,
+    ChildSpec,
+    Supervisor,
+    SupervisorHooks,
+)
 from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import events
-from meshrl.common.state.pool.placing.taking import ALL
-from meshrl.common.state.pool.workers.names import worker_process
-from meshrl.common.state.redis.client import server_ms
+from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
+from meshrl.common.state.pool.workers.process_names import worker_name
+from meshrl.common.state.redis.client import read_server_time_ms
 from meshrl.services.node import old_runs
-from meshrl.services.node.adopting import Notes
 from meshrl.services.node.gpus.accelerators import WorkerAccelerator
 from meshrl.services.node.gpus.watch import GpuWatch
-from meshrl.services.node.isolation import OwnIsolation
+from meshrl.services.node.host_isolation import HostIsolation
 from meshrl.services.node.job_services import JobServices
+from meshrl.services.node.pid_file import PidFile
 
-MOST_BYTES = 1 << 20  # of a part, whatever is asked for
-ENDING = ".log"
+MAX_READ_BYTES = 1 << 20  # of a part, whatever is asked for
+LOG_SUFFIX = ".log"
 
 
 class HostLogFiles:
@@ -50,110 +55,113 @@ class HostLogFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def listed(self) -> list[LogFile]:
+    def list_files(self) -> list[LogFile]:
         found = []
-        for path in sorted(self._directory.glob(f"*{ENDING}")):
+        for path in sorted(self._directory.glob(f"*{LOG_SUFFIX}")):
             about = path.stat()
             found.append(LogFile(path.stem, about.st_size, about.st_mtime))
         return found
 
-    def read(self, name: str, offset: int, most: int) -> LogPart:
+    def read(self, name: str, offset: int, max_bytes: int) -> LogPart:
         """A part of a file from `offset` on, whole lines if there is one; or of so many bytes
         before its end if that is less than 0. NotFound.
         """
-        if name not in (file.name for file in self.listed()):
+        if name not in (file.name for file in self.list_files()):
             raise NotFound(f"there is no log {name!r:.200} here")
-        with (self._directory / (name + ENDING)).open("rb") as file:
+        with (self._directory / (name + LOG_SUFFIX)).open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + offset) if offset < 0 else min(offset, size)
             file.seek(start)
-            content = file.read(max(0, min(most, MOST_BYTES)))
+            content = file.read(max(0, min(max_bytes, MAX_READ_BYTES)))
         whole = content if offset < 0 else content[: content.rfind(b"\n") + 1] or content
         return LogPart(whole.decode(errors="replace"), start + len(whole), size)
 
-    def bound(self) -> None:
+    def truncate_oversized(self) -> None:
         """Start those again that are too long, whatever process writes to them."""
-        for path in self._directory.glob(f"*{ENDING}"):
-            bound_file(path)
+        for path in self._directory.glob(f"*{LOG_SUFFIX}"):
+            rotate_file_if_long(path)
 
 
-LOOK_S = 1.0
+LOAD_POLL_S = 1.0
 WINDOW_S = 5.0  # that `busy_cores` is the mean of
-DISTANCE_LOOK_S = 10.0
-ANSWER_S = 5.0
-SAMPLES = 3  # the shortest trip of so many tells most
+LATENCY_POLL_S = 10.0
+LATENCY_TIMEOUT_S = 5.0
+LATENCY_SAMPLES = 3  # the shortest trip of so many tells most
 
 
-class HostLoad:
+class HostLoadSampler:
     """Statistics of the last look; none of the processors before the second."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         """`directory` is on the disk whose room is told."""
         self._mesh, self._directory = mesh, directory
-        self._looks: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
+        self._samples: deque[tuple[float, float]] = deque()  # when, and busy seconds until then
         self.stats = HostLoadStats()
 
     async def run(self) -> None:
         while True:
-            self.look()
-            await self._mesh.clock.sleep(LOOK_S)
+            self.sample()
+            await self._mesh.clock.sleep(LOAD_POLL_S)
 
-    def look(self) -> None:
-        now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.cores()
-        self._looks.append((now, busy_s))
-        while len(self._looks) > 2 and self._looks[1][0] <= now - WINDOW_S:
-            self._looks.popleft()
-        since, before_s = self._looks[0]
-        room = self._mesh.host.room(self._directory)
-        self.stats = HostLoadStats(room.memory, room.disk)
+    def sample(self) -> None:
+        now, (number, busy_s) = self._mesh.clock.monotonic(), self._mesh.host.measure_processors()
+        self._samples.append((now, busy_s))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - WINDOW_S:
+            self._samples.popleft()
+        since, before_s = self._samples[0]
+        room = self._mesh.host.measure_free_space(self._directory)
+        self.stats = HostLoadStats(room.memory_bytes, room.disk_bytes)
         if number and now > since:
             busy = (busy_s - before_s) / (now - since)
             self.stats = replace(self.stats, cores=number, busy_cores=round(min(busy, number), 2))
 
 
-class Distance:
+class HeadLatencySampler:
     """Statistics of the last look; none before the first."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self.stats = DistanceStats()
+        self.stats = HeadLatencyStats()
 
     async def run(self) -> None:
         while True:
             try:
-                async with self._mesh.clock.timeout(ANSWER_S, "a look at the distance"):
-                    trip_ms, ahead_ms = min([await self._look() for _ in range(SAMPLES)])
-                self.stats = DistanceStats(round(trip_ms, 2), round(ahead_ms, 1))
+                async with self._mesh.clock.timeout(LATENCY_TIMEOUT_S, "a look at the distance"):
+                    trip_ms, ahead_ms = min([await self._measure() for _ in range(LATENCY_SAMPLES)])
+                self.stats = HeadLatencyStats(round(trip_ms, 2), round(ahead_ms, 1))
             except (StateUnavailable, DeadlineExceeded):
-                self.stats = DistanceStats()
-            await self._mesh.clock.sleep(DISTANCE_LOOK_S)
+                self.stats = HeadLatencyStats()
+            await self._mesh.clock.sleep(LATENCY_POLL_S)
 
-    async def _look(self) -> tuple[float, float]:
+    async def _measure(self) -> tuple[float, float]:
         """The round trip, and by how much this clock is ahead: Redis told its time about in the
         middle.
         """
         clock = self._mesh.clock
         before = clock.monotonic()
-        theirs = await server_ms(self._mesh.state)
+        theirs = await read_server_time_ms(self._mesh.state)
         trip_ms = 1000 * (clock.monotonic() - before)
         return trip_ms, 1000 * clock.wall() - trip_ms / 2 - theirs
 
 
 T = TypeVar("T")
-BUDGET = (20, 120.0)  # restarts of a worker in seconds: spot hosts see faults every few seconds
+RESTART_BUDGET = (
+    20,
+    120.0,
+)  # restarts of a worker in seconds: spot hosts see faults every few seconds
 TRY_AGAIN_S = 60.0  # after the budget was spent
 GRACE_S = 6.0  # for a worker to end its role processes and itself
-LOG_S = 8.0  # to read a part of a log file
-BOUND_S = 1.0  # between two looks at the length of the host's logs
-EVENT_S = 2.0  # a report must not hold up a restart
+LOG_READ_TIMEOUT_S = 8.0  # to read a part of a log file
+LOG_TRUNCATE_INTERVAL_S = 1.0  # between two looks at the length of the host's logs
+EVENT_TIMEOUT_S = 2.0  # a report must not hold up a restart
 
 
-def program(name: str) -> list[str]:
+def worker_command_words(name: str) -> list[str]:
     """What tells the command line of the worker with this name in the registry."""
     return ["meshrl.services.node.worker", "--worker", name.partition("/")[2]]
 
 
-class NodeAgent(Actor, Hooks):
+class NodeAgent(Actor, SupervisorHooks):
     interface = Node
 
     def __init__(
@@ -161,37 +169,43 @@ class NodeAgent(Actor, Hooks):
         mesh: Mesh,
         accelerators: list[WorkerAccelerator],
         worker_options: list[str],
-        prefix: str,
+        worker_prefix: str,
         service_options: Sequence[str] = (),
-        takes: Sequence[str] = ALL,
+        accepted_services: Sequence[str] = ALL_SERVICES,
     ) -> None:
         """Workers are called `prefix` and a number, which is unique to this host in the mesh.
         `takes`: the services that may be placed here.
         """
-        self._takes = list(takes)
-        self._mesh, self._accelerators, self._prefix = mesh, accelerators, prefix
+        self._accepted_services = list(accepted_services)
+        self._mesh, self._accelerators, self._prefix = mesh, accelerators, worker_prefix
         self._options = worker_options
         self._root = Path(mesh.settings.run_root) / "mesh"
-        self._notes = Notes(mesh, self._root / f"{mesh.name.replace('/', '-')}.json", program)
-        self._files = HostLogFiles(self._root / "logs")
+        self._pid_file = PidFile(
+            mesh, self._root / f"{mesh.name.replace('/', '-')}.json", worker_command_words
+        )
+        self._log_files = HostLogFiles(self._root / "logs")
         self._adopted: set[str] = set()
         self._supervisor = Supervisor(mesh.host, mesh.clock, hooks=self)
-        self._reports = Reports(mesh.state, mesh.clock)
+        self._exit_reports = ExitReportSender(mesh.state, mesh.clock)
         self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, self._children)
         self.services = JobServices(mesh, self._root, self.leases, service_options)
-        self._distance = Distance(mesh)
-        self._load = HostLoad(mesh, self._root)
-        self._isolation = OwnIsolation(mesh, takes)
+        self._latency = HeadLatencySampler(mesh)
+        self._load = HostLoadSampler(mesh, self._root)
+        self._host_isolation = HostIsolation(mesh, accepted_services)
         self.gpus = GpuWatch(
             mesh,
-            {f"{prefix}{i}": a.device for i, a in enumerate(accelerators) if a.device is not None},
-            self._note,
+            {
+                f"{worker_prefix}{i}": a.device
+                for i, a in enumerate(accelerators)
+                if a.device is not None
+            },
+            self._append_event,
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._bounding: Stoppable | None = None
+        self._log_truncation: Stoppable | None = None
 
     def stats(self) -> NodeStats:
-        load, distance = self._load.stats, self._distance.stats
+        load, distance = self._load.stats, self._latency.stats
         return NodeStats(
             memory_left_bytes=load.memory_left_bytes,
             disk_left_bytes=load.disk_left_bytes,
@@ -202,113 +216,121 @@ class NodeAgent(Actor, Hooks):
             workers=len(self._supervisor.children),
             adopted=len(self._adopted),
             services=len(self.services.children),
-            adopted_services=self.services.adopted,
-            takes=self._takes,
-            tiers=self._isolation.tiers,
+            adopted_services=self.services.adopted_count,
+            takes=self._accepted_services,
+            tiers=self._host_isolation.tiers,
         )
 
-    @cast(Node.look)
-    def look(self, m: Look) -> None:
-        self.services.look()
+    @cast(Node.notify_change)
+    def notify_change(self, m: ChangeHint) -> None:
+        self.services.notify_change()
 
-    @call(Node.logs)
-    async def logs(self, m: None) -> api.LogFiles:
-        return api.LogFiles(await self._off_loop(self._files.listed))
+    @call(Node.list_logs)
+    async def list_logs(self, m: None) -> api.LogFiles:
+        return api.LogFiles(await self._run_blocking(self._log_files.list_files))
 
     @call(Node.read_log)
     async def read_log(self, m: ReadLog) -> LogPart:
-        return await self._off_loop(self._files.read, m.name, m.offset, m.most)
+        return await self._run_blocking(self._log_files.read, m.name, m.offset, m.max_bytes)
 
-    async def _off_loop(self, work: Callable[..., T], *args: Any) -> T:
-        return await self._mesh.host.run_blocking(work, *args, deadline_s=LOG_S)
+    async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=LOG_READ_TIMEOUT_S)
 
     async def start(self) -> None:
-        running = await self._notes.running(["worker"])
+        running = await self._pid_file.find_running(["worker"])
         for place, accelerator in enumerate(self._accelerators):
-            spec = self._spec(f"{self._prefix}{place}", accelerator)
+            spec = self._build_child_spec(f"{self._prefix}{place}", accelerator)
             if (adopted := running.get(spec.name)) is not None:
                 self._adopted.add(spec.name)
             await self._supervisor.add(spec, adopted=adopted)
-        await self.services.adopt()
-        self._run(self.leases.run())
-        self._run(self.services.follow())
-        self._run(old_runs.sweep_forever(self._mesh))
-        self._run(self._distance.run())
-        self._run(self._load.run())
-        self._run(self._isolation.run())
-        self._run(self.gpus.run())
-        self._bounding = self._mesh.host.every(BOUND_S, self._files.bound, "bound logs")
+        await self.services.adopt_running()
+        self._spawn_task(self.leases.run())
+        self._spawn_task(self.services.run())
+        self._spawn_task(old_runs.sweep_forever(self._mesh))
+        self._spawn_task(self._latency.run())
+        self._spawn_task(self._load.run())
+        self._spawn_task(self._host_isolation.run())
+        self._spawn_task(self.gpus.run())
+        self._log_truncation = self._mesh.host.run_periodically(
+            LOG_TRUNCATE_INTERVAL_S, self._log_files.truncate_oversized, "bound logs"
+        )
 
-    async def leave(self) -> None:
+    async def shut_down(self) -> None:
         """The host leaves the mesh: what it started ends, shards first, as they still use the
         others. (An agent that is killed leaves them be.)
         """
         for task in self._tasks:
             task.cancel()
-        if self._bounding is not None:
-            self._bounding.stop()
-        self._reports.stop()
+        if self._log_truncation is not None:
+            self._log_truncation.stop()
+        self._exit_reports.stop()
         await self.services.stop("rollout")
         await asyncio.gather(self._supervisor.stop(GRACE_S), self.services.stop())
-        self._notes.forget()
+        self._pid_file.remove()
 
-    def _children(self) -> list[Child]:
+    def _children(self) -> list[ChildProcess]:
         return [*self._supervisor.children.values(), *self.services.children]
 
-    def _spec(self, worker: str, accelerator: WorkerAccelerator) -> ChildSpec:
-        name = worker_process(worker)
-        module = [sys.executable, "-m", *program(name)]
+    def _build_child_spec(self, worker: str, accelerator: WorkerAccelerator) -> ChildSpec:
+        name = worker_name(worker)
+        module = [sys.executable, "-m", *worker_command_words(name)]
         place = ["--accelerator", accelerator.name]
         if accelerator.device is not None:
             place += ["--gpu", accelerator.device.uuid]
-        if accelerator.bytes:
-            place += ["--accelerator-bytes", str(accelerator.bytes)]
+        if accelerator.memory_bytes:
+            place += ["--accelerator-bytes", str(accelerator.memory_bytes)]
         return ChildSpec(
             name,
             [*module, *place, *self._options],
             env=accelerator.env,
-            log=self._log(name),
-            budget=BUDGET,
+            log=self._log_path(name),
+            budget=RESTART_BUDGET,
             own_session=True,
             die_with_parent=False,
         )
 
-    def _log(self, name: str) -> Path:
+    def _log_path(self, name: str) -> Path:
         return self._root / "logs" / (name.replace("/", "-") + ".log")
 
-    def _run(self, coroutine: Any) -> None:
+    def _spawn_task(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _note(self, kind: str, fields: dict[str, Any]) -> None:
+    async def _append_event(self, kind: str, fields: dict[str, Any]) -> None:
         with contextlib.suppress(StateUnavailable, DeadlineExceeded):
-            async with self._mesh.clock.timeout(EVENT_S, "an event"):
+            async with self._mesh.clock.timeout(EVENT_TIMEOUT_S, "an event"):
                 await events.append(self._mesh.state, kind, fields)
 
     # What the supervisor tells
 
-    async def started(self, child: Child) -> None:
-        self._notes.write(self._supervisor.children.values())
+    async def on_start(self, child: ChildProcess) -> None:
+        self._pid_file.write(self._supervisor.children.values())
         how = "adopted" if child.name in self._adopted else "started"
-        await self._note("worker_up", {"name": child.name, "pid": child.pid, "how": how})
+        await self._append_event("worker_up", {"name": child.name, "pid": child.pid, "how": how})
 
-    async def ended(self, child: Child, end: ChildEnd) -> None:
+    async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         self._adopted.discard(child.name)
-        await self._notes.evict(child, self.leases)
-        if not end.asked:
-            told = EndReport(child.name, end.code, end.why, end.failure, final=end.final)
-            await self._reports.tell(replace(told, log=str(self._log(child.name))))
+        await self._pid_file.evict_leases(child, self.leases)
+        if not child_exit.is_requested:
+            told = ExitReport(
+                child.name,
+                child_exit.code,
+                child_exit.why,
+                child_exit.failure,
+                final=child_exit.final,
+            )
+            await self._exit_reports.report(replace(told, log=str(self._log_path(child.name))))
 
-    def lease_expired(self, child: Child) -> bool:
-        return self.leases.expired(child)
+    def has_lease_expired(self, child: ChildProcess) -> bool:
+        return self.leases.has_expired(child)
 
-    async def gave_up(self, spec: ChildSpec, why: str) -> None:
-        await self._note("worker_gave_up", {"name": spec.name, "why": why})
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
+        await self._append_event("worker_gave_up", {"name": spec.name, "why": why})
         self._mesh.telemetry.log.error("worker does not stay up", name=spec.name, why=why)
-        self._run(self._try_again(spec))
+        self._spawn_task(self._retry_start(spec))
 
-    async def _try_again(self, spec: ChildSpec) -> None:
+    async def _retry_start(self, spec: ChildSpec) -> None:
         """Starts it once more after a pause, and again for as long as this host cannot."""
         await self._supervisor.remove(spec.name, 0.0)
         while True:
@@ -318,4 +340,4 @@ class NodeAgent(Actor, Hooks):
                 return
             except OSError as error:
                 why = f"it cannot be started: {error}"
-                await self._note("worker_gave_up", {"name": spec.name, "why": why})
+                await self._append_event("worker_gave_up", {"name": spec.name, "why": why})

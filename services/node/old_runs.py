@@ -12,12 +12,12 @@ from meshrl.common.base.errors import MeshError, NotFound
 from meshrl.common.generation import kv_directories
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
-from meshrl.common.weights.store import host_chunks, local_files
+from meshrl.common.weights.store import chunk_cache, job_files
 
 SWEEP_S = 3600.0
 # Of a job that Redis does not know: it may have lost it, and `meshrl resume` bring it back, but
 # that begins anew on another record, for which none of this counts.
-UNKNOWN_S = 24 * 3600.0
+UNKNOWN_JOB_TTL_S = 24 * 3600.0
 IO_S = 600.0
 
 
@@ -35,31 +35,35 @@ async def sweep(mesh: Mesh) -> None:
     are at home: there they are the runs themselves.
     """
     run, root = mesh.host.run_blocking, Path(mesh.settings.run_root)
-    await run(local_files.sweep, root / local_files.BUNDLES, deadline_s=IO_S)
-    await run(kv_directories.sweep, mesh.settings.run_root, deadline_s=IO_S)
-    if await local_files.is_home(mesh):
+    await run(job_files.remove_leftovers, root / job_files.BUNDLES_FOLDER, deadline_s=IO_S)
+    await run(kv_directories.remove_abandoned, mesh.settings.run_root, deadline_s=IO_S)
+    if await job_files.is_run_host(mesh):
         return
-    await run(host_chunks.sweep, root, mesh.clock.wall(), deadline_s=IO_S)
-    for directory in await run(_found, root / local_files.RUNS, deadline_s=IO_S):
+    await run(chunk_cache.remove_unused, root, mesh.clock.wall(), deadline_s=IO_S)
+    for directory in await run(
+        _list_run_directories, root / job_files.RUNS_FOLDER, deadline_s=IO_S
+    ):
         job, since = directory.parent.name, directory.name
         try:
-            row = await jobs.job(mesh.state, job)
-            over = row.ended or str(row.since_ms) != since
+            row = await jobs.read_job(mesh.state, job)
+            over = row.is_terminal or str(row.since_ms) != since
         except NotFound:
-            over = await run(_age, directory, mesh.clock.wall(), deadline_s=IO_S) > UNKNOWN_S
+            over = (
+                await run(_age_s, directory, mesh.clock.wall(), deadline_s=IO_S) > UNKNOWN_JOB_TTL_S
+            )
         if over:
             mesh.telemetry.log.info("removed", directory=str(directory))
             await run(_remove, directory, deadline_s=IO_S)
 
 
-def _found(runs: Path) -> list[Path]:
+def _list_run_directories(runs: Path) -> list[Path]:
     """Directories as `local_files.own_directory` names them."""
     return sorted(path for path in runs.glob("*/*") if path.is_dir() and path.name.isdecimal())
 
 
-def _age(directory: Path, now: float) -> float:
+def _age_s(directory: Path, now_s: float) -> float:
     times = [path.stat().st_mtime for path in (directory, *directory.rglob("*"))]
-    return now - max(times)
+    return now_s - max(times)
 
 
 def _remove(directory: Path) -> None:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import argparse
 
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
 from meshrl.services.planner.planner import Planner
 
 
-async def main(a: argparse.Namespace) -> None:
-    await serve(await Mesh.open(a.name, "planner", MeshSettings.from_env()))
+async def main(arguments: argparse.Namespace) -> None:
+    await run_planner(await Mesh.open(arguments.name, "planner", MeshSettings.from_env()))
 
 
-async def serve(mesh: Mesh) -> None:
+async def run_planner(mesh: Mesh) -> None:
     """The life of a planner, until it is cancelled."""
     planner = Planner(mesh)
-    await mesh.join(planner, stats=lambda: planner.stats().encoded())
+    await mesh.join(planner, stats=lambda: planner.stats().encode())
     try:
         await planner.serve()
     finally:
         await mesh.leave()
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("--name", default="planner/0")
     return found
 
 
 if __name__ == "__main__":
-    arguments = parser().parse_args()
-    run(lambda: main(arguments))
+    arguments = build_parser().parse_args()
+    run_service(lambda: main(arguments))

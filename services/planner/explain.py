@@ -9,76 +9,82 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from meshrl.common.base.errors import MeshError
-from meshrl.common.base.host.terminal import guarded_output
-from meshrl.common.state.pool.placing.decisions import (
-    Admit,
+from meshrl.common.base.host.terminal import escaped_output
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
     Decision,
-    Decline,
-    Dissolve,
+    DissolveGang,
     FailJob,
     FinishMove,
-    Form,
-    HostGone,
-    Judge,
-    Lose,
-    Place,
-    Remove,
-    Serve,
+    FormGang,
+    MarkWorkerLost,
+    PlaceInstance,
+    RejectRequest,
+    RemoveInstance,
+    ReportHostPresence,
+    ReportMoveOutcome,
+    SetBlockReason,
 )
-from meshrl.common.state.pool.placing.snapshot import Snapshot
-from meshrl.common.state.pool.store.reading import snapshot_of
-from meshrl.services.planner.admission.takers import Takers
-from meshrl.services.planner.decide import decide
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
+from meshrl.common.state.pool.store.documents import DECISION_KINDS
+from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot
+from meshrl.services.planner.admission.service_hosts import ServiceHosts
+from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
-from meshrl.services.planner.pool.presence import present
+from meshrl.services.planner.pool.presence import compute_presence
+
+# Kinds that are others in JSON than those that the script knows.
+_JSON_KINDS: Mapping[type, str] = {ReportHostPresence: "hostgone", FailJob: "failjob"}
 
 
-def told(decision: Decision) -> str:
+def describe_decision(decision: Decision) -> str:
     """What is decided, in words."""
     match decision:
-        case Form(gang, workers):
+        case FormGang(gang, workers):
             return f"form {gang} of {', '.join(workers)}"
-        case Dissolve(gang):
+        case DissolveGang(gang):
             return f"dissolve {gang}"
-        case Place(gang, r):
+        case PlaceInstance(gang, r):
             role = "core" if r.core else r.role
             turns = " by turns" if r.turns else ""
             return f"place {r.id}: {role} of {r.job} on {gang} in {r.tier}{turns}"
-        case Remove(_, resident):
+        case RemoveInstance(_, resident):
             return f"remove {resident}"
-        case Lose(worker):
+        case MarkWorkerLost(worker):
             return f"lose {worker}"
-        case HostGone(host, back):
+        case ReportHostPresence(host, back):
             return f"{host} is back" if back else f"lose the host {host}"
-        case Admit(job, held):
+        case SetBlockReason(job, held):
             return f"hold {job}: {held}" if held else f"admit {job}"
         case FailJob(job, error):
             return f"fail {job}: {error}"
-        case Serve(host, services):
+        case AssignServices(host, services):
             return f"serve on {host}: {', '.join(services) or 'nothing'}"
         case FinishMove(move, undone):
             return f"move of {move.id} {'undone' if undone else 'complete'}"
-        case Decline(op, reason):
+        case RejectRequest(op, reason):
             return f"decline {op}: {reason}" if reason else f"settle {op}"
-        case Judge(job, details):
+        case ReportMoveOutcome(job, details):
             return f"judge the move of {job} at step {details['step']}"
 
 
-def lines(decisions: Iterable[Decision]) -> list[str]:
+def format_decisions(decisions: Iterable[Decision]) -> list[str]:
     """A line for each decision: what, by which rule, by which figures."""
     found = []
     for decision in decisions:
         inputs = " ".join(f"{key}={value}" for key, value in decision.why.inputs.items())
-        found.append(f"{told(decision)}  [{decision.why.rule}{' ' if inputs else ''}{inputs}]")
+        found.append(
+            f"{describe_decision(decision)}  [{decision.why.rule}{' ' if inputs else ''}{inputs}]"
+        )
     return found
 
 
-def predictions(memory: PlannerMemory) -> list[str]:
+def format_predictions(memory: PlannerMemory) -> list[str]:
     """A line for each job whose steps are predicted: what, beside what was observed, and how far
     predictions of its moves have been off; and one for each degree of its engines whose speed was
     predicted and measured.
@@ -107,26 +113,30 @@ def predictions(memory: PlannerMemory) -> list[str]:
     return found
 
 
-def documents(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
+def encode_decisions(decisions: Iterable[Decision]) -> list[dict[str, Any]]:
     """The decisions as JSON takes them, with all that they say."""
-    return [{"kind": kind_of(one), **asdict(one)} for one in decisions]
+    return [{"kind": get_decision_kind(one), **asdict(one)} for one in decisions]
 
 
-def kind_of(decision: Decision) -> str:
+def get_decision_kind(decision: Decision) -> str:
     """The name of a decision in JSON, which does not change with that of its class."""
-    return "finish" if isinstance(decision, FinishMove) else type(decision).__name__.lower()
+    return _JSON_KINDS.get(type(decision), DECISION_KINDS[type(decision)])
 
 
-def unplaced(snapshot: Snapshot, memory: PlannerMemory, decisions: Iterable[Decision]) -> list[str]:
+def list_unplaced_services(
+    snapshot: PoolSnapshot, memory: PlannerMemory, decisions: Iterable[Decision]
+) -> list[str]:
     """A line for the shards, and one for the sandboxes, of each job that are on no host when all
     is done that is decided: what the hosts say.
     """
     there = {host.name: host.services for host in snapshot.hosts}
-    there |= {one.host: one.services for one in decisions if isinstance(one, Serve)}
+    there |= {one.host: one.services for one in decisions if isinstance(one, AssignServices)}
     placed = {name for services in there.values() for name in services}
-    takers = Takers(snapshot, present(snapshot, memory))
+    takers = ServiceHosts(snapshot, compute_presence(snapshot, memory))
     return [
-        f"nowhere {lacking}" for job in snapshot.jobs for lacking in takers.lacking(job, placed)
+        f"nowhere {lacking}"
+        for job in snapshot.jobs
+        for lacking in takers.explain_unplaced(job, placed)
     ]
 
 
@@ -139,22 +149,24 @@ def main() -> int:
     a = parser.parse_args()
     try:
         asked = json.load(sys.stdin)
-        snapshot = snapshot_of(asked.get("snapshot", asked))
+        snapshot = decode_snapshot(asked.get("snapshot", asked))
     except (MeshError, json.JSONDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    decisions, memory = decide(snapshot, PlannerMemory.of(asked.get("memory") or {}))
+    decisions, memory = decide(snapshot, PlannerMemory.decode(asked.get("memory") or {}))
     if a.json:
-        print(json.dumps({"decisions": documents(decisions), "memory": memory.document()}))
+        print(json.dumps({"decisions": encode_decisions(decisions), "memory": memory.encode()}))
     else:
-        print("\n".join(lines(decisions)) or "nothing: all is as it should be")
-        for line in predictions(memory):
+        print("\n".join(format_decisions(decisions)) or "nothing: all is as it should be")
+        for line in format_predictions(memory):
             print(line)
-        for line in unplaced(snapshot, PlannerMemory.of(asked.get("memory") or {}), decisions):
+        for line in list_unplaced_services(
+            snapshot, PlannerMemory.decode(asked.get("memory") or {}), decisions
+        ):
             print(line)
     return 0
 
 
 if __name__ == "__main__":
-    with guarded_output():
+    with escaped_output():
         sys.exit(main())

@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 
-from meshrl.common.api.calls.interface import Look
+from meshrl.common.api.calls.interface import ChangeHint
 from meshrl.common.api.node import Node, Worker
 from meshrl.common.api.stats import PlannerStats
 from meshrl.common.base.errors import DeadlineExceeded, Fenced, MeshError
@@ -19,29 +19,31 @@ from meshrl.common.mesh.process.host import Stoppable
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import leader
-from meshrl.common.state.lifecycle import deleting
-from meshrl.common.state.pool.placing.decisions import (
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
     Decision,
-    Dissolve,
-    Form,
-    HostGone,
-    Place,
-    Remove,
-    Serve,
+    DissolveGang,
+    FormGang,
+    PlaceInstance,
+    RemoveInstance,
+    ReportHostPresence,
 )
-from meshrl.common.state.pool.placing.snapshot import Snapshot
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.names import agent, worker_process
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.process_names import agent_name, worker_name
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.decide import decide
+from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 
 ELECTION = "planner"
 LEASE_MS = 6000
-KEEP_S = 1.5
-LOOK_S = 0.5
-HINTS_S = 1.0  # for all hints of a look: who gets none reads its record within a second or so
-TIDY_S = 5.0  # between looks at what is kept no longer
+LEASE_RENEWAL_S = 1.5
+POLL_S = 0.5
+HINTS_TIMEOUT_S = (
+    1.0  # for all hints of a look: who gets none reads its record within a second or so
+)
+CLEANUP_INTERVAL_S = 5.0  # between looks at what is kept no longer
 
 
 class Planner(Actor):
@@ -49,15 +51,17 @@ class Planner(Actor):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.token = 0  # fencing token of the leadership; 0: standing by
-        self._anew = False  # nobody has looked for a while: who is missing now may only be late
-        self._stale = False
-        self._took = PlannerStats(True, 0.0, 0.0, 0.0, 0, 0)  # of the last look
-        self._tidied_s = mesh.clock.monotonic()
-        self._keeper: Stoppable | None = None
+        self.fencing_token = 0  # fencing token of the leadership; 0: standing by
+        self._is_first_poll = (
+            False  # nobody has looked for a while: who is missing now may only be late
+        )
+        self._had_outage = False
+        self._last_stats = PlannerStats(True, 0.0, 0.0, 0.0, 0, 0)  # of the last look
+        self._last_cleanup_s = mesh.clock.monotonic()
+        self._lease_renewal: Stoppable | None = None
 
     def stats(self) -> PlannerStats:
-        return self._took if self.token else PlannerStats()
+        return self._last_stats if self.fencing_token else PlannerStats()
 
     # -- leadership ------------------------------------------------------------------------------
 
@@ -67,63 +71,63 @@ class Planner(Actor):
             try:
                 owner = f"{self.mesh.name}#{self.mesh.incarnation}"
                 token = await leader.campaign(self.mesh.state, ELECTION, owner, LEASE_MS)
-                if token and (token != self.token or self._stale):
+                if token and (token != self.fencing_token or self._had_outage):
                     self._take_over(token)
-                    self._stale = False
-                self.token = token
-                if self.token:
-                    settings = await self._look()
-                    await self._tidy(settings)
+                    self._had_outage = False
+                self.fencing_token = token
+                if self.fencing_token:
+                    settings = await self._reconcile()
+                    await self._clean_up(settings)
             except Fenced as error:
                 self.mesh.telemetry.log.warning("no longer leader", error=str(error))
-                self.token = 0
+                self.fencing_token = 0
             except MeshError as error:
                 if not error.retryable:
                     raise
                 self.mesh.telemetry.log.warning("looking again", error=str(error))
-                self._stale = True  # after an outage all leases look expired for a moment
-            await self.mesh.clock.sleep(LOOK_S)
+                self._had_outage = True  # after an outage all leases look expired for a moment
+            await self.mesh.clock.sleep(POLL_S)
 
     def _take_over(self, token: int) -> None:
         """Begins a term, and keeps the lease from a thread. What its predecessors remembered and
         left under way is on record.
         """
-        self._anew = True
+        self._is_first_poll = True
 
         def keep() -> bool:
-            held = leader.keep(self.mesh.state, ELECTION, token, LEASE_MS)
-            if not held and self.token == token:
-                self.token = 0
+            held = leader.renew_leadership(self.mesh.state, ELECTION, token, LEASE_MS)
+            if not held and self.fencing_token == token:
+                self.fencing_token = 0
             return held
 
-        if self._keeper is not None:
-            self._keeper.stop()
-        self._keeper = self.mesh.host.every(KEEP_S, keep, "leadership")
+        if self._lease_renewal is not None:
+            self._lease_renewal.stop()
+        self._lease_renewal = self.mesh.host.run_periodically(LEASE_RENEWAL_S, keep, "leadership")
 
     # -- one look --------------------------------------------------------------------------------
 
-    async def _look(self) -> PoolSettings:
+    async def _reconcile(self) -> PoolSettings:
         """Looks, decides, writes, and tells those whose records have changed; the settings."""
-        state, token, clock = self.mesh.state, self.token, self.mesh.clock
+        state, token, clock = self.mesh.state, self.fencing_token, self.mesh.clock
         began = clock.monotonic()
-        seen = await pool.look(state, token)
+        seen = await pool.read_snapshot(state, token)
         looked = clock.monotonic()
-        memory = PlannerMemory.of(seen.memory or {})
-        if self._anew:
-            memory = memory.after_outage()
+        memory = PlannerMemory.decode(seen.memory or {})
+        if self._is_first_poll:
+            memory = memory.reset_after_outage()
         decisions, memory = decide(seen.snapshot, memory)
         decided = clock.monotonic()
-        document = json.loads(json.dumps(memory.document()))  # as it is read again: no tuples
-        refused = await pool.write(
+        document = json.loads(json.dumps(memory.encode()))  # as it is read again: no tuples
+        refused = await pool.write_decisions(
             state,
             token,
-            self.mesh.random.token(8),
+            self.mesh.random.hex_token(8),
             decisions,
             document if document != seen.memory else None,
             seen.written,
         )
-        self._anew = False
-        self._took = PlannerStats(
+        self._is_first_poll = False
+        self._last_stats = PlannerStats(
             True,
             round(1000 * (looked - began), 2),
             round(1000 * (decided - looked), 2),
@@ -137,22 +141,25 @@ class Planner(Actor):
             )
         left_out = {id(one.decision) for one in refused}
         for decision in decisions:
-            lost = isinstance(decision, HostGone) and not decision.back
+            lost = isinstance(decision, ReportHostPresence) and not decision.back
             if lost and id(decision) not in left_out:
                 self.mesh.telemetry.count("hosts_lost")
-        await self._hint(seen.snapshot, [d for d in decisions if id(d) not in left_out])
+        await self._send_hints(seen.snapshot, [d for d in decisions if id(d) not in left_out])
         return seen.snapshot.settings
 
-    async def _hint(self, snapshot: Snapshot, decisions: Iterable[Decision]) -> None:
+    async def _send_hints(self, snapshot: PoolSnapshot, decisions: Iterable[Decision]) -> None:
         """One hint to each worker and agent whose record has changed, whoever gets it."""
-        workers, hosts = changed(snapshot, decisions)
-        refs = [self.mesh.ref(worker_process(worker)).cast for worker in workers]
-        casts = [cast(Worker.look, Look("desired")) for cast in refs]
-        casts += [self.mesh.ref(agent(host)).cast(Node.look, Look("services")) for host in hosts]
+        workers, hosts = find_changed_records(snapshot, decisions)
+        refs = [self.mesh.ref(worker_name(worker)).cast for worker in workers]
+        casts = [cast(Worker.notify_change, ChangeHint("desired")) for cast in refs]
+        casts += [
+            self.mesh.ref(agent_name(host)).cast(Node.notify_change, ChangeHint("services"))
+            for host in hosts
+        ]
         if not casts:
             return
         try:
-            async with self.mesh.clock.timeout(HINTS_S, "hints of what was decided"):
+            async with self.mesh.clock.timeout(HINTS_TIMEOUT_S, "hints of what was decided"):
                 told = await asyncio.gather(*casts, return_exceptions=True)
         except DeadlineExceeded as error:
             self.mesh.telemetry.log.info("hint", error=str(error))
@@ -163,28 +170,30 @@ class Planner(Actor):
             elif answer is not None:
                 raise answer
 
-    async def _tidy(self, settings: PoolSettings) -> None:
+    async def _clean_up(self, settings: PoolSettings) -> None:
         """Lets go of what is kept no longer: jobs that ended long ago, and who is gone for good."""
         now_s = self.mesh.clock.monotonic()
-        if now_s - self._tidied_s < TIDY_S:
+        if now_s - self._last_cleanup_s < CLEANUP_INTERVAL_S:
             return
-        self._tidied_s = now_s
-        await pool.forget_gone(self.mesh.state, self.token, settings.gone_s)
-        await deleting.delete_old(self.mesh.state, self.token, settings.keep_days)
+        self._last_cleanup_s = now_s
+        await pool.remove_gone(self.mesh.state, self.fencing_token, settings.gone_s)
+        await deletion.delete_old_jobs(self.mesh.state, self.fencing_token, settings.keep_days)
 
 
-def changed(snapshot: Snapshot, decisions: Iterable[Decision]) -> tuple[list[str], list[str]]:
+def find_changed_records(
+    snapshot: PoolSnapshot, decisions: Iterable[Decision]
+) -> tuple[list[str], list[str]]:
     """The workers whose records these decisions change, and the hosts whose services they do."""
     members = {gang.id: gang.workers for gang in snapshot.gangs}
     workers: dict[str, None] = {}
     hosts: dict[str, None] = {}
     for decision in decisions:
         match decision:
-            case Form(gang, ids):
+            case FormGang(gang, ids):
                 members[gang] = ids
                 workers.update(dict.fromkeys(ids))
-            case Dissolve(gang) | Place(gang) | Remove(gang):
+            case DissolveGang(gang) | PlaceInstance(gang) | RemoveInstance(gang):
                 workers.update(dict.fromkeys(members.get(gang, ())))
-            case Serve(host):
+            case AssignServices(host):
                 hosts[host] = None
     return list(workers), list(hosts)

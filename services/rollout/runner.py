@@ -11,33 +11,37 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.common.records.ledger import Kind
-from meshrl.services.rollout.environments.pool import EnvironmentPool
+from meshrl.common.records.ledger import RecordKind
+from meshrl.services.rollout.environments.environment_pool import EnvironmentPool
 from meshrl.services.rollout.record.group_commit import GroupCommit
 from meshrl.services.rollout.record.shard_ledger import ShardLedger
-from meshrl.services.rollout.rewards.judge import judge_of
-from meshrl.services.rollout.rewards.sandboxes import SandboxClient
-from meshrl.services.rollout.rewards.scoring import Scorer
-from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.rewards.judge import create_judge
+from meshrl.services.rollout.rewards.sandbox_client import SandboxClient
+from meshrl.services.rollout.rewards.scoring_client import ScoringClient
+from meshrl.services.rollout.routing.assignment import Assignment
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
 from meshrl.services.rollout.routing.length_history import LengthHistory
-from meshrl.services.rollout.routing.lengths import LengthTrees
-from meshrl.services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.length_trees import LengthTrees
+from meshrl.services.rollout.routing.queue_policy import LengthBucket
 from meshrl.services.rollout.routing.router import Router
-from meshrl.services.rollout.routing.stay import Stay
-from meshrl.services.rollout.trajectories.failures import Failures, TrajectoryFailed
-from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Ending, Trajectory
-from meshrl.services.rollout.trajectories.transcript import Transcript, stop_ids
-from meshrl.services.rollout.trajectories.turns import TurnPlayer
-from meshrl.services.rollout.worked import IN_FLIGHT, TrajectoryTimes, Worked
+from meshrl.services.rollout.trajectories.failures import FailureReporter, TrajectoryFailed
+from meshrl.services.rollout.trajectories.trajectory import (
+    NOT_SAMPLED,
+    Trajectory,
+    TrajectoryOutcome,
+)
+from meshrl.services.rollout.trajectories.transcript import Transcript, find_stop_token_ids
+from meshrl.services.rollout.trajectories.turn_player import TurnPlayer
+from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters, TrajectoryTracer
 
-EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
-TOO_LONG = "leave out what is longer than rollout.max_tokens = {}, or raise it"
-LEARNED = 1.0  # reward of every answer of sft
+FIRST_EVALUATION_GROUP = 1 << 40  # evaluation's groups are numbered from here, off the books
+TOO_LONG_FIX = "leave out what is longer than rollout.max_tokens = {}, or raise it"
+SUPERVISED_REWARD = 1.0  # reward of every answer of sft
 
 
 class TrajectoryRunner:
@@ -49,138 +53,158 @@ class TrajectoryRunner:
     def __init__(self, mesh: Mesh, job: JobData, logs: Path) -> None:
         self.mesh, self.job, self.config = mesh, job, job.config
         rollout = job.config.rollout
-        self.failures = Failures(mesh, job.id)
-        self.sandbox = SandboxClient(mesh, job, self.failures)
-        self.environments = EnvironmentPool(mesh, job, logs, self.failures)
+        self.failures = FailureReporter(mesh, job.id)
+        self.sandbox_client = SandboxClient(mesh, job, self.failures)
+        self.environment_pool = EnvironmentPool(mesh, job, logs, self.failures)
         self.ledger = ShardLedger(mesh, job)
         buckets = [LengthBucket(b.max_tokens, b.batch, b.engines) for b in rollout.buckets]
         buckets = buckets or [LengthBucket(rollout.max_tokens, rollout.slots)]
         follows = not rollout.buckets and len(set(rollout.tensor_parallel)) > 1
         self.history = (
-            LengthHistory(mesh.host, self.ledger.directory, root=job.here)
+            LengthHistory(mesh.host, self.ledger.directory, root=job.local_run_dir)
             if len(buckets) > 1 or follows
             else None
         )
         lengths = LengthTrees(self.history.latest if self.history else ())
-        scheduler = Scheduler(buckets, len(job.rows("train")), lengths, follows)
-        self.commits = GroupCommit(mesh, self.ledger)
-        tokenizer = Tokenizer.load(str(job.tokenizer))
-        sampling = self._sampling(tokenizer)
-        self.router = Router(mesh, self.commits, sampling, rollout.slots, scheduler)
-        self.transcript = Transcript(tokenizer.decode, self.router.stop, rollout.stop_text)
-        self.times = TrajectoryTimes(mesh, job)
-        self.scorer = Scorer(mesh, job)
-        self.judge = judge_of(mesh, job, self.scorer)
-        self.worked = Worked(self.router.spent)
-        self.freed = asyncio.Event()  # there is room for another trajectory
+        scheduler = BucketScheduler(buckets, len(job.read_rows("train")), lengths, follows)
+        self.group_commit = GroupCommit(mesh, self.ledger)
+        tokenizer = Tokenizer.load(str(job.tokenizer_file))
+        sampling = self._build_sampling(tokenizer)
+        self.router = Router(mesh, self.group_commit, sampling, rollout.slots, scheduler)
+        self.transcript = Transcript(
+            tokenizer.decode, self.router.stop_token_ids, rollout.stop_text
+        )
+        self.tracer = TrajectoryTracer(mesh, job)
+        self.scoring_client = ScoringClient(mesh, job)
+        self.judge = create_judge(mesh, job, self.scoring_client)
+        self.work_counters = ShardWorkCounters(self.router.occupancy)
+        self.slot_freed = asyncio.Event()  # there is room for another trajectory
 
-    def _sampling(self, tokenizer: Tokenizer) -> Sampling:
+    def _build_sampling(self, tokenizer: Tokenizer) -> SamplingParams:
         rollout = self.config.rollout
         forced = bool(rollout.lengths)  # then nothing else ends a turn
-        return Sampling(
-            stop=[] if forced else stop_ids(tokenizer, rollout.stop),
-            stop_text=[] if forced else rollout.stop_text,
+        return SamplingParams(
+            stop_token_ids=[] if forced else find_stop_token_ids(tokenizer, rollout.stop),
+            stop_strings=[] if forced else rollout.stop_text,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
         )
 
     @property
-    def active(self) -> list[Trajectory]:
-        return [stay.trajectory for stay in self.router.stays.values()]
+    def active_trajectories(self) -> list[Trajectory]:
+        return [stay.trajectory for stay in self.router.assignments.values()]
 
-    async def train(self, t: Trajectory, row: dict[str, Any]) -> None:
+    async def run_training(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
         """A trajectory of training to its end, and what the job's frozen models make of it; one
         that the ledger has ended is only scored.
         """
-        if t.ending is not None:
-            return await self._scored(t)
-        with self.worked.spent.within(IN_FLIGHT), self.times.of(t):
-            if self.config.supervised:
+        if trajectory.outcome is not None:
+            return await self._score(trajectory)
+        with self.work_counters.occupancy.occupy(IN_FLIGHT), self.tracer.trace(trajectory):
+            if self.config.is_supervised:
                 dataset, most = self.config.dataset, self.config.rollout.max_tokens
-                await supervise(t, row, dataset.response, self.environments, most)
-                if t.ending is not None and t.ending.error:
-                    row_failed = TrajectoryFailed(t.ending.error, kind="row that cannot be learned")
-                    t.ending = self._failed(t, row_failed)
-                self.freed.set()
+                await fill_supervised(
+                    trajectory, row, dataset.response, self.environment_pool, most
+                )
+                if trajectory.outcome is not None and trajectory.outcome.error:
+                    row_failed = TrajectoryFailed(
+                        trajectory.outcome.error, kind="row that cannot be learned"
+                    )
+                    trajectory.outcome = self._record_failure(trajectory, row_failed)
+                self.slot_freed.set()
             else:
-                await self.run(t, row)
-            await self._scored(t)
-        self.worked.trajectories += 1
-        if t.ending is not None and not t.ending.error:
-            self.worked.ended(int((t.versions != NOT_SAMPLED).sum()), t.prompt_length)
+                await self.run(trajectory, row)
+            await self._score(trajectory)
+        self.work_counters.trajectories += 1
+        if trajectory.outcome is not None and not trajectory.outcome.error:
+            self.work_counters.add_trajectory(
+                int((trajectory.versions != NOT_SAMPLED).sum()), trajectory.prompt_length
+            )
 
-    async def _scored(self, t: Trajectory) -> None:
-        if t.ending is not None and t.ending.reward is not None:
-            t.watch.enter("scoring")
+    async def _score(self, trajectory: Trajectory) -> None:
+        if trajectory.outcome is not None and trajectory.outcome.reward is not None:
+            trajectory.stopwatch.enter("scoring")
             try:
-                t.scores = await self.scorer.score(t.tokens)
+                trajectory.scores = await self.scoring_client.score(trajectory.tokens)
             except ToolFailed as error:
-                t.ending = self._failed(t, error)
+                trajectory.outcome = self._record_failure(trajectory, error)
 
-    async def run(self, t: Trajectory, row: dict[str, Any]) -> None:
-        if t.ending is None:
-            with self.times.of(t):
-                await self._run(t, row)
+    async def run(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
+        if trajectory.outcome is None:
+            with self.tracer.trace(trajectory):
+                await self._run_assigned(trajectory, row)
 
-    async def _run(self, t: Trajectory, row: dict[str, Any]) -> None:
-        stay = self.router.stay(t)
+    async def _run_assigned(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
+        stay = self.router.create_assignment(trajectory)
         try:
             async with stay:
-                ending = await self.to_end(stay, row)
+                ending = await self.run_to_end(stay, row)
         finally:
-            self.environments.close_one(t.id)
-            self.sandbox.ended(str(t.id))
-            self.freed.set()
-        if t.recorded:
-            if t.last:  # with the end, so that a trajectory is never taken up between both
-                self.ledger.defer(Kind.APPEND, [t.id, t.last], t.group)
-            end = [t.id, ending.reason, ending.reward, ending.error]
-            self.ledger.defer(Kind.END, end, t.group)
-        t.ending = ending
-        past = self.router.scheduler.ended(t, stay.course)
+            self.environment_pool.close_environment(trajectory.id)
+            self.sandbox_client.end_session(str(trajectory.id))
+            self.slot_freed.set()
+        if trajectory.is_recorded:
+            if (
+                trajectory.last_observation
+            ):  # with the end, so that a trajectory is never taken up between both
+                self.ledger.defer_record(
+                    RecordKind.APPEND,
+                    [trajectory.id, trajectory.last_observation],
+                    trajectory.group,
+                )
+            end = [trajectory.id, ending.reason, ending.reward, ending.error]
+            self.ledger.defer_record(RecordKind.END, end, trajectory.group)
+        trajectory.outcome = ending
+        past = self.router.scheduler.record_end(trajectory, stay.bucket_state)
         if past is not None and self.history is not None:
             self.history.append(past)
 
-    async def to_end(self, stay: Stay, row: dict[str, Any]) -> Ending:
-        t = stay.trajectory
+    async def run_to_end(self, assignment: Assignment, row: dict[str, Any]) -> TrajectoryOutcome:
+        t = assignment.trajectory
         try:
             if t.length == 0:
-                prompt = await self.environments.begin(t.id, row)
+                prompt = await self.environment_pool.begin(t.id, row)
                 most = self.config.rollout.max_tokens
                 if len(prompt) >= most:
                     raise TrajectoryFailed(
                         f"row {t.prompt}: its prompt has {len(prompt)} tokens",
                         kind="prompt too long",
-                        fix=TOO_LONG.format(most),
+                        fix=TOO_LONG_FIX.format(most),
                     )
-                t.begin(prompt)
-                if t.recorded:
+                t.set_prompt(prompt)
+                if t.is_recorded:
                     head = [t.group, t.member, t.prompt, t.version, t.tokens.tolist()]
-                    await self.ledger.log((Kind.OPEN, head), groups=(t.group,))
-            reason, score = await JobTurns(self, stay, row).play()
-            stay.end()
-            return Ending(reason, await self.reward(t, row, reason, score))
+                    await self.ledger.write_records((RecordKind.OPEN, head), groups=(t.group,))
+            reason, score = await JobTurnPlayer(self, assignment, row).play()
+            assignment.finish()
+            return TrajectoryOutcome(reason, await self.compute_reward(t, row, reason, score))
         except ToolFailed as error:
             self.mesh.telemetry.log.warning("trajectory failed", trajectory=t.id, error=str(error))
-            return self._failed(t, error)
+            return self._record_failure(t, error)
 
-    def _failed(self, t: Trajectory, error: ToolFailed) -> Ending:
-        kind = self.failures.failed(error, evaluation=t.group >= EVALUATION_GROUP)
-        return Ending("failed", None, str(error), kind)
+    def _record_failure(self, trajectory: Trajectory, error: ToolFailed) -> TrajectoryOutcome:
+        kind = self.failures.count_failure(
+            error, evaluation=trajectory.group >= FIRST_EVALUATION_GROUP
+        )
+        return TrajectoryOutcome("failed", None, str(error), kind)
 
-    async def reward(
-        self, t: Trajectory, row: dict[str, Any], reason: str, score: float | None
+    async def compute_reward(
+        self, trajectory: Trajectory, row: dict[str, Any], reason: str, score: float | None
     ) -> float:
         """Return the job's reward or judge's verdict, or else the environment's own score.
         TrajectoryFailed if that is no finite number.
         """
         environment = self.config.environment
-        t.watch.enter("reward")
+        trajectory.stopwatch.enter("reward")
         if self.judge is not None:
-            found = await self.judge.verdict(row, self.transcript.turns(t, reason))
-        elif self.config.reward.declared:
-            found = await self.sandbox.reward(row, self.transcript.turns(t, reason))
+            found = await self.judge.judge_trajectory(
+                row, self.transcript.build_turns(trajectory, reason)
+            )
+        elif self.config.reward.reward_parts:
+            found = await self.sandbox_client.compute_reward(
+                row, self.transcript.build_turns(trajectory, reason)
+            )
         elif not (environment.use or environment.verifiers):
             found = 0.0
         elif score is not None:
@@ -201,78 +225,88 @@ class TrajectoryRunner:
 
     async def close(self) -> None:
         """Leaves what is in flight to the ledger."""
-        await self.times.close()
+        await self.tracer.close()
         await self.router.close()
-        await self.commits.close()
-        await self.sandbox.close()
-        await self.scorer.close()
+        await self.group_commit.close()
+        await self.sandbox_client.close()
+        await self.scoring_client.close()
         if self.judge is not None:
             await self.judge.close()
-        await self.environments.close()
+        await self.environment_pool.close()
         await self.ledger.close()
         if self.history is not None:
             self.history.close()
 
 
-class JobTurns(TurnPlayer):
+class JobTurnPlayer(TurnPlayer):
     """The turns of a trajectory that stays at a shard's engines."""
 
-    def __init__(self, runner: TrajectoryRunner, stay: Stay, row: dict[str, Any]) -> None:
+    def __init__(
+        self, runner: TrajectoryRunner, assignment: Assignment, row: dict[str, Any]
+    ) -> None:
         rollout = runner.config.rollout
-        super().__init__(stay.trajectory, rollout.max_tokens, rollout.max_turns)
-        self._runner, self._stay, self._row = runner, stay, row
+        super().__init__(assignment.trajectory, rollout.max_tokens, rollout.max_turns)
+        self._runner, self._assignment, self._row = runner, assignment, row
 
-    def _replay(self, answered: bool = False) -> Any:
-        t = self.t
-        return [self._row, t.replay(answered=answered), t.tokens[: t.turn_start].tolist()]
+    def _build_replay(self, answered: bool = False) -> Any:
+        t = self.trajectory
+        return [self._row, t.build_replay(answered=answered), t.tokens[: t.turn_start].tolist()]
 
-    async def generate(self) -> Finish:
-        t, config = self.t, self._runner.config
+    async def generate(self) -> FinishReason:
+        t, config = self.trajectory, self._runner.config
         limit, forced = config.rollout.max_tokens, config.rollout.lengths
         if forced:
             index = t.group * config.algorithm.group_size + t.member
             limit = min(t.prompt_length + forced[index % len(forced)], limit)
-        return await self._stay.generate(limit)
+        return await self._assignment.generate(limit)
 
-    async def step(self, ids: list[int]) -> tuple[str, str, Any]:
-        self.t.watch.enter("environment")
-        return await self._runner.environments.step(self.t.id, ids, self._replay)
+    async def step_environment(self, ids: list[int]) -> tuple[str, str, Any]:
+        self.trajectory.stopwatch.enter("environment")
+        return await self._runner.environment_pool.step(self.trajectory.id, ids, self._build_replay)
 
-    async def result(self, value: Any) -> tuple[str, Any]:
-        self.t.watch.enter("environment")
-        return await self._runner.environments.result(self.t.id, value, self._replay)
+    async def send_tool_result(self, value: Any) -> tuple[str, Any]:
+        self.trajectory.stopwatch.enter("environment")
+        return await self._runner.environment_pool.send_tool_result(
+            self.trajectory.id, value, self._build_replay
+        )
 
-    async def cut(self, ids: list[int], answered: bool) -> tuple[str, float | None]:
-        self.t.watch.enter("environment")
-        replay = lambda: self._replay(answered)  # noqa: E731
-        return await self._runner.environments.cut(self.t.id, ids, replay)
+    async def end_early(self, ids: list[int], has_tool_value: bool) -> tuple[str, float | None]:
+        self.trajectory.stopwatch.enter("environment")
+        replay = lambda: self._build_replay(has_tool_value)  # noqa: E731
+        return await self._runner.environment_pool.end_early(self.trajectory.id, ids, replay)
 
-    async def call(self, name: str, argument: Any) -> Any:
-        t, runner = self.t, self._runner
-        earlier = t.called()
-        t.watch.enter("tool")
-        answer = await runner.sandbox.tool(name, argument, str(t.id), earlier)
-        if t.recorded:
-            await runner.ledger.log((Kind.TOOL, [t.id, name, argument, answer]), groups=(t.group,))
+    async def call_tool(self, name: str, argument: Any) -> Any:
+        t, runner = self.trajectory, self._runner
+        earlier = t.list_tool_calls()
+        t.stopwatch.enter("tool")
+        answer = await runner.sandbox_client.call_tool(name, argument, str(t.id), earlier)
+        if t.is_recorded:
+            await runner.ledger.write_records(
+                (RecordKind.TOOL, [t.id, name, argument, answer]), groups=(t.group,)
+            )
         if t.open_turn is not None:
-            t.open_turn.called(name, argument, answer)
-            runner.router.returned(self._stay)
+            t.open_turn.add_call(name, argument, answer)
+            runner.router.on_tool_return(self._assignment)
         return answer
 
-    def said(self, text: str, *, cut: bool = False) -> None:
-        if self.t.recorded and not cut:
-            self._runner.ledger.defer(Kind.TURN, [self.t.id, text], self.t.group)
+    def on_model_turn(self, text: str, *, is_cut: bool = False) -> None:
+        if self.trajectory.is_recorded and not is_cut:
+            self._runner.ledger.defer_record(
+                RecordKind.TURN, [self.trajectory.id, text], self.trajectory.group
+            )
 
-    def appended(self, ids: list[int], *, last: bool = False) -> None:
-        if self.t.recorded and not last:
-            self._runner.ledger.defer(Kind.APPEND, [self.t.id, ids], self.t.group)
+    def on_append(self, ids: list[int], *, is_last: bool = False) -> None:
+        if self.trajectory.is_recorded and not is_last:
+            self._runner.ledger.defer_record(
+                RecordKind.APPEND, [self.trajectory.id, ids], self.trajectory.group
+            )
 
 
-async def supervise(
-    t: Trajectory,
+async def fill_supervised(
+    trajectory: Trajectory,
     row: dict[str, Any],
     response: str,
-    environments: EnvironmentPool,
+    environment_pool: EnvironmentPool,
     max_tokens: int,
 ) -> None:
     """Fills a trajectory of sft with the row's own prompt and answer, encoded and not sampled, and
@@ -280,20 +314,24 @@ async def supervise(
 
     Nothing of it is in the ledger: the row gives it again.
     """
-    t.recorded = False
+    trajectory.is_recorded = False
     try:
-        prompt, answer = await environments.answer(t.id, row, row.get(response))
+        prompt, answer = await environment_pool.encode_answer(trajectory.id, row, row.get(response))
         if not answer:
             raise ToolFailed("the answer has no token")
         if len(prompt) + len(answer) > max_tokens:
             raise ToolFailed(
                 f"prompt and answer have {len(prompt) + len(answer)} tokens",
-                fix=TOO_LONG.format(max_tokens),
+                fix=TOO_LONG_FIX.format(max_tokens),
             )
     except ToolFailed as error:
-        t.ending = Ending("failed", None, f"row {t.prompt}: {error}")
+        trajectory.outcome = TrajectoryOutcome("failed", None, f"row {trajectory.prompt}: {error}")
         return
     n = len(answer)
-    t.begin(prompt)
-    t.sampled(np.array(answer, np.int32), np.zeros(n, np.float32), np.full(n, t.version, np.int32))
-    t.ending = Ending("done", LEARNED)
+    trajectory.set_prompt(prompt)
+    trajectory.append_sampled(
+        np.array(answer, np.int32),
+        np.zeros(n, np.float32),
+        np.full(n, trajectory.version, np.int32),
+    )
+    trajectory.outcome = TrajectoryOutcome("done", SUPERVISED_REWARD)

@@ -13,21 +13,27 @@ from typing import Any
 
 from meshrl.common.base.errors import MeshError, NotFound, Refused
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.evaluation_plan import AFTER, BEFORE, EvaluationPlan, bracket, due
-from meshrl.common.mesh.process.ends.failure import FATAL, Failure
+from meshrl.common.job.evaluation_plan import (
+    AFTER,
+    BEFORE,
+    EvaluationPlan,
+    plan_boundary_evaluation,
+    plan_step_evaluation,
+)
+from meshrl.common.mesh.process.diagnosis.failure import FATAL_ERRORS, Failure
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import jobs
-from meshrl.common.state.jobs import ACTIVE, Phase
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.names import service
-from meshrl.common.weights.store.local_files import local_job
+from meshrl.common.state.jobs import ACTIVE_PHASES, Phase
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.process_names import parse_service_name
+from meshrl.common.weights.store.job_files import open_local_job
 from meshrl.services.rollout.evaluation import evaluate
-from meshrl.services.rollout.job import LOOK_S, ShardJob, enter_phase
 from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.shard_job import POLL_S, ShardJob, enter_phase
 
-BROKEN = 70  # exit status after an error that nobody foresaw
+EXIT_UNEXPECTED = 70  # exit status after an error that nobody foresaw
 
 
 class RolloutShard(Actor):
@@ -35,156 +41,158 @@ class RolloutShard(Actor):
 
     def __init__(self, mesh: Mesh, logs: Path) -> None:
         self.mesh, self.logs = mesh, logs
-        _, self.job, self.number = service(mesh.name)
-        self.serving: ShardJob | None = None
-        self._drains = False  # its host is to become empty
-        self._changed = asyncio.Event()
+        _, self.job, self.number = parse_service_name(mesh.name)
+        self.shard_job: ShardJob | None = None
+        self._host_drains = False  # its host is to become empty
+        self._phase_changed = asyncio.Event()
         self._lineage = -1  # the job's current lineage
-        self._evaluated: set[str] = set()  # what has been evaluated in that lineage
-        self._evaluating: set[asyncio.Task[Any]] = set()
-        self._background: set[asyncio.Task[Any]] = set()
+        self._evaluated_tags: set[str] = set()  # what has been evaluated in that lineage
+        self._evaluation_tasks: set[asyncio.Task[Any]] = set()
+        self._background_tasks: set[asyncio.Task[Any]] = set()
 
     def stats(self) -> dict[str, Any]:
-        about = {"job": self.job, "rests": self.rests}
-        return about | (self.serving.stats().encoded() if self.serving else {})
+        about = {"job": self.job, "rests": self.is_drained}
+        return about | (self.shard_job.stats().encode() if self.shard_job else {})
 
     @property
-    def rests(self) -> bool:
+    def is_drained(self) -> bool:
         """Whether it may go to another host, as its own drains, and has nothing under way."""
-        shard = self.serving
-        return self._drains and shard is not None and shard.idle and not self._evaluating
+        shard = self.shard_job
+        return (
+            self._host_drains and shard is not None and shard.is_idle and not self._evaluation_tasks
+        )
 
     async def serve(self) -> None:
         """Returns when the job has ended, or is not on record any more. It fails by an error that
         no restart mends; any other error ends the process, which is started again.
         """
         try:
-            row = await self._begun()
+            row = await self._wait_for_start()
             if row is not None:
-                await self._serve(await local_job(self.mesh, row))
-        except FATAL as error:
+                await self._serve_job(await open_local_job(self.mesh, row))
+        except FATAL_ERRORS as error:
             self.mesh.telemetry.log.error("job failed", job=self.job, error=str(error))
             with suppress(Refused):  # it has ended otherwise meanwhile
-                await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.of(error)))
+                await enter_phase(self.mesh, self.job, Phase.FAILED, str(Failure.from_error(error)))
         except Exception as error:
             traceback.print_exc()
             told = f"{self.mesh.name} cannot go on: {error!r}"
-            self.mesh.host.exit(BROKEN, told, error, self.job)
+            self.mesh.host.exit(EXIT_UNEXPECTED, told, error, self.job)
 
-    async def _begun(self) -> jobs.JobRow | None:
+    async def _wait_for_start(self) -> jobs.JobRow | None:
         while True:
-            row = await patiently(self.mesh.clock, self._row)
-            if row is None or row.ended:
+            row = await retry(self.mesh.clock, self._read_row)
+            if row is None or row.is_terminal:
                 return None
-            if row.phase in ACTIVE:
+            if row.phase in ACTIVE_PHASES:
                 return row
-            await self._pause()
+            await self._wait_for_change()
 
-    async def _row(self) -> jobs.JobRow | None:
+    async def _read_row(self) -> jobs.JobRow | None:
         try:
-            return await jobs.job(self.mesh.state, self.job)
+            return await jobs.read_job(self.mesh.state, self.job)
         except NotFound:
             return None
 
-    async def _pause(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Returns when the phase has changed here, after LOOK_S seconds at most."""
-        self._changed.clear()
+        self._phase_changed.clear()
         try:
-            async with self.mesh.clock.timeout(LOOK_S, "a change of phase"):
-                await self._changed.wait()
+            async with self.mesh.clock.timeout(POLL_S, "a change of phase"):
+                await self._phase_changed.wait()
         except MeshError:
             return
 
-    async def _serve(self, data: JobData) -> None:
+    async def _serve_job(self, data: JobData) -> None:
         shard = ShardJob(self.mesh, data, TrajectoryRunner(self.mesh, data, self.logs))
-        self.serving = shard
+        self.shard_job = shard
         try:
-            await shard.broken.guard(self._served(shard))
+            await shard.first_error.guard(self._run_job(shard))
         finally:
             try:
-                for task in self._background:
+                for task in self._background_tasks:
                     task.cancel()
-                await asyncio.gather(*self._background, return_exceptions=True)
+                await asyncio.gather(*self._background_tasks, return_exceptions=True)
             finally:
-                self.serving = None
+                self.shard_job = None
                 await shard.close()
 
-    async def _served(self, shard: ShardJob) -> None:
-        await patiently(self.mesh.clock, shard.runner.sandbox.load)
-        await patiently(self.mesh.clock, shard.take_over)
-        self._start(shard.runner.ledger.sync_forever())
-        self._start(shard.admit_forever())
-        while await self._turn(shard):
-            await self._pause()
+    async def _run_job(self, shard: ShardJob) -> None:
+        await retry(self.mesh.clock, shard.runner.sandbox_client.load_job)
+        await retry(self.mesh.clock, shard.take_over)
+        self._start_task(shard.runner.ledger.sync_forever())
+        self._start_task(shard.admit_forever())
+        while await self._poll(shard):
+            await self._wait_for_change()
 
-    async def _turn(self, shard: ShardJob) -> bool:
+    async def _poll(self, shard: ShardJob) -> bool:
         try:
-            row = await self._row()
-            if row is None or row.ended:
+            row = await self._read_row()
+            if row is None or row.is_terminal:
                 return False
             if row.lineage != self._lineage:  # its versions are others, whatever their numbers
-                for task in self._evaluating:
+                for task in self._evaluation_tasks:
                     task.cancel()
-                await asyncio.gather(*self._evaluating, return_exceptions=True)
-                self._evaluated.clear()
-                shard.enter(row.lineage, row.version)
+                await asyncio.gather(*self._evaluation_tasks, return_exceptions=True)
+                self._evaluated_tags.clear()
+                shard.enter_lineage(row.lineage, row.version)
                 self._lineage = row.lineage
-            self.mesh.job_clock.hold(row.paused)
-            await shard.look()
-            self._drains = await pool.drains(self.mesh.state, self.mesh.settings.host)
-            training = row.phase == Phase.TRAINING and not row.paused
-            shard.admitting = training and not self._drains
+            self.mesh.job_clock.set_paused(row.is_paused)
+            await shard.poll_engines()
+            self._host_drains = await pool.is_draining(self.mesh.state, self.mesh.settings.host)
+            training = row.phase == Phase.TRAINING and not row.is_paused
+            shard.admission_open = training and not self._host_drains
             shard.version = row.version
-            if self.number == 0 and not self._drains:
-                self._evaluations(shard, row)
+            if self.number == 0 and not self._host_drains:
+                self._start_due_evaluation(shard, row)
         except MeshError as error:
             if not error.retryable:
                 raise
             self.mesh.telemetry.log.warning("looking again", error=str(error))
         return True
 
-    def _evaluations(self, shard: ShardJob, row: jobs.JobRow) -> None:
+    def _start_due_evaluation(self, shard: ShardJob, row: jobs.JobRow) -> None:
         """Starts the evaluation that this phase or version asks for, once in a lineage."""
         config = shard.config
-        if row.phase == Phase.BASELINE and self._once(BEFORE):
-            plan = bracket(config, BEFORE, row.version)
+        if row.phase == Phase.BASELINE and self._claim_evaluation(BEFORE):
+            plan = plan_boundary_evaluation(config, BEFORE, row.version)
             then = Phase.TRAINING if config.budget.steps else Phase.FINISHED
-            self._evaluate(self._bracket(shard, plan, row.lineage, then))
-        elif row.phase == Phase.EVALUATION and self._once(AFTER):
-            plan = bracket(config, AFTER, row.version)
-            self._evaluate(self._bracket(shard, plan, row.lineage, Phase.FINISHED))
+            self._start_evaluation(self._run_bracket(shard, plan, row.lineage, then))
+        elif row.phase == Phase.EVALUATION and self._claim_evaluation(AFTER):
+            plan = plan_boundary_evaluation(config, AFTER, row.version)
+            self._start_evaluation(self._run_bracket(shard, plan, row.lineage, Phase.FINISHED))
         elif row.phase == Phase.TRAINING:
-            asked = due(config, row.version)
-            if asked is not None and self._once(asked.tag):
-                self._evaluate(evaluate(shard, asked, row.lineage))
+            asked = plan_step_evaluation(config, row.version)
+            if asked is not None and self._claim_evaluation(asked.tag):
+                self._start_evaluation(evaluate(shard, asked, row.lineage))
 
-    def _once(self, tag: str) -> bool:
-        fresh = tag not in self._evaluated
-        self._evaluated.add(tag)
+    def _claim_evaluation(self, tag: str) -> bool:
+        fresh = tag not in self._evaluated_tags
+        self._evaluated_tags.add(tag)
         return fresh
 
-    async def _bracket(
-        self, shard: ShardJob, plan: EvaluationPlan | None, lineage: int, then: Phase
+    async def _run_bracket(
+        self, shard: ShardJob, plan: EvaluationPlan | None, lineage: int, next_phase: Phase
     ) -> None:
         """The evaluation before or after training, if any, and the phase that follows it."""
         if plan is not None:
             await evaluate(shard, plan, lineage)
-        await enter_phase(self.mesh, self.job, then, lineage=lineage)
-        self._changed.set()
+        await enter_phase(self.mesh, self.job, next_phase, lineage=lineage)
+        self._phase_changed.set()
 
-    def _evaluate(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._start(work)
-        self._evaluating.add(task)
-        task.add_done_callback(self._evaluating.discard)
+    def _start_evaluation(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._start_task(work)
+        self._evaluation_tasks.add(task)
+        task.add_done_callback(self._evaluation_tasks.discard)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._finished)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._on_task_done)
         return task
 
-    def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._background_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            assert self.serving is not None
-            self.serving.broken.fail(error)
+            assert self.shard_job is not None
+            self.shard_job.first_error.fail(error)

@@ -6,45 +6,55 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from meshrl.common.mesh.process.ends import limits
-from meshrl.common.mesh.residents.orphan import ORPHAN, until_orphaned
-from meshrl.common.mesh.residents.pausing import stands_while_paused
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.common.state.pool.workers.names import service
-from meshrl.common.weights.store.local_files import modules_here
-from meshrl.services.sandbox.actor import MeshParts, SandboxActor, ServedSandbox
-from meshrl.services.sandbox.outcomes import ToldEnds
+from meshrl.common.mesh.instances.job_pauses import follow_job_pauses
+from meshrl.common.mesh.instances.orphans import ORPHAN_OPTION_HELP, wait_until_orphaned
+from meshrl.common.mesh.process.diagnosis import host_limits
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.common.state.pool.workers.process_names import parse_service_name
+from meshrl.common.weights.store.job_files import find_local_modules
+from meshrl.services.sandbox.actor import MeshServices, SandboxActor, SandboxIdentity
+from meshrl.services.sandbox.outcomes import RedisExitReporter
 from meshrl.services.sandbox.workers.calls import RLIMITS, PoolLimits
 
 
 async def main(
-    name: str, load: str, warm: int, most: int, memory_mb: int, jails: int, orphan_s: float
+    name: str,
+    load_digest: str,
+    warm_workers: int,
+    max_workers: int,
+    memory_mb: int,
+    jails: int,
+    orphan_s: float,
 ) -> None:
     settings = MeshSettings.from_env()
-    _, job, _ = service(name)
+    _, job, _ = parse_service_name(name)
     mesh = await Mesh.open(name, "sandbox", settings, job)
     logs = Path(settings.run_root) / "mesh" / "logs"
-    limits = PoolLimits(warm=warm, most=most, rlimits={**RLIMITS, "AS": memory_mb << 20})
-    ends = ToldEnds(mesh.state, mesh.clock, name, job)
+    limits = PoolLimits(
+        warm_workers=warm_workers,
+        max_workers=max_workers,
+        rlimits={**RLIMITS, "AS": memory_mb << 20},
+    )
+    ends = RedisExitReporter(mesh.state, mesh.clock, name, job)
     actor = SandboxActor(
         mesh.host,
         mesh.clock,
         logs,
         limits,
-        ServedSandbox(name, job, load, jails),
-        MeshParts(mesh.waits, ends, mesh.job_clock, partial(modules_here, mesh)),
+        SandboxIdentity(name, job, load_digest, jails),
+        MeshServices(mesh.waits, ends, mesh.job_clock, partial(find_local_modules, mesh)),
     )
-    await mesh.join(actor, stats=lambda: actor.stats().encoded())
+    await mesh.join(actor, stats=lambda: actor.stats().encode())
     mesh.ready = True
     try:
-        async with stands_while_paused(mesh, job):
-            await until_orphaned(mesh, orphan_s)
+        async with follow_job_pauses(mesh, job):
+            await wait_until_orphaned(mesh, orphan_s)
     finally:
         await mesh.leave()
 
 
 if __name__ == "__main__":
-    cores = limits.cores()
+    cores = host_limits.count_usable_cores()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", required=True, help="of a sandbox of the one job that it serves")
     parser.add_argument(
@@ -58,6 +68,10 @@ if __name__ == "__main__":
         "--memory-mb", type=int, default=RLIMITS["AS"] >> 20, help="address space of each process"
     )
     parser.add_argument("--jails", type=int, default=4 * cores, help="jails that run at a time")
-    parser.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN)
-    a = parser.parse_args()
-    run(lambda: main(a.name, a.load, a.warm, a.most, a.memory_mb, a.jails, a.orphan_s))
+    parser.add_argument("--orphan-s", type=float, default=0.0, help=ORPHAN_OPTION_HELP)
+    args = parser.parse_args()
+    run_service(
+        lambda: main(
+            args.name, args.load, args.warm, args.most, args.memory_mb, args.jails, args.orphan_s
+        )
+    )

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.clock import Clock
-from meshrl.common.mesh.process.supervision.ended import EndReport, Reports
-from meshrl.common.state.redis.client import State
+from meshrl.common.mesh.process.supervision.exit_reports import ExitReport, ExitReportSender
+from meshrl.common.state.redis.client import StateClient
 
-TELL_S = 5.0  # between two events of one name
-KILLED = -9  # what ended a process that was killed for what it did not do
+REPORT_INTERVAL_S = 5.0  # between two events of one name
+KILLED_EXIT_CODE = -9  # what ended a process that was killed for what it did not do
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     status: str  # a status of meshrl.common.api.sandbox
     value: Any
     error: str
 
 
 @dataclass
-class _SeenEnds:
+class _ExitCounter:
     count: int
     code: int
     why: str  # of the last one
@@ -36,47 +36,54 @@ class _SeenEnds:
     job: str
 
 
-class Ends:
+class ExitReporter:
     """Hears of ends. This one tells nobody: for a sandbox without a mesh."""
 
-    def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+    def record_exit(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
         """A process of this name has ended, or was killed, and another takes its place."""
 
     def stop(self) -> None:
         """Drops what is not told yet."""
 
 
-class ToldEnds(Ends):
+class RedisExitReporter(ExitReporter):
     """Tells Redis, in the name of the sandbox `of`, which serves one job: its zygotes' ends are
     that job's too.
     """
 
-    def __init__(self, state: State, clock: Clock, of: str, job: str) -> None:
-        self._reports, self._clock, self._of, self._job = Reports(state, clock), clock, of, job
-        self._seen: dict[str, _SeenEnds] = {}
-        self._telling: asyncio.Task[None] | None = None
+    def __init__(self, state: StateClient, clock: Clock, sandbox: str, job: str) -> None:
+        self._reports, self._clock, self._sandbox, self._job = (
+            ExitReportSender(state, clock),
+            clock,
+            sandbox,
+            job,
+        )
+        self._pending: dict[str, _ExitCounter] = {}
+        self._report_task: asyncio.Task[None] | None = None
 
-    def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
-        seen = self._seen.setdefault(name, _SeenEnds(0, code, why, "", job or self._job))
+    def record_exit(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+        seen = self._pending.setdefault(name, _ExitCounter(0, code, why, "", job or self._job))
         seen.count, seen.code, seen.why = seen.count + 1, code, why
         seen.log = str(log) if log is not None else ""
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="tell ends")
+        if self._report_task is None:
+            self._report_task = asyncio.get_running_loop().create_task(
+                self._report_pending(), name="tell ends"
+            )
 
-    async def _tell(self) -> None:
+    async def _report_pending(self) -> None:
         """The first at once, those of the next seconds together."""
         try:
-            while self._seen:
-                seen, self._seen = self._seen, {}
+            while self._pending:
+                seen, self._pending = self._pending, {}
                 for name, end in seen.items():
-                    await self._reports.tell(
-                        EndReport(f"{name} of {self._of}", charged=False, **vars(end))
+                    await self._reports.report(
+                        ExitReport(f"{name} of {self._sandbox}", charged=False, **vars(end))
                     )
-                await self._clock.sleep(TELL_S)
+                await self._clock.sleep(REPORT_INTERVAL_S)
         finally:
-            self._telling = None
+            self._report_task = None
 
     def stop(self) -> None:
         self._reports.stop()
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._report_task is not None:
+            self._report_task.cancel()

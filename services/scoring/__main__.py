@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from meshrl.common.mesh.runtime.mesh import run
-from meshrl.common.state.pool.workers.seat import Seat, parser
-from meshrl.services.scoring.running import main
+from meshrl.common.mesh.runtime.mesh import run_service
+from meshrl.common.state.pool.workers.placement import Placement, build_parser
+from meshrl.services.scoring.role_process import run_scoring
 
 if __name__ == "__main__":
-    seat = Seat.of(parser(__doc__).parse_args())
-    run(lambda: main(seat))
+    placement = Placement.from_args(build_parser(__doc__).parse_args())
+    run_service(lambda: run_scoring(placement))

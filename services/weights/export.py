@@ -18,46 +18,51 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshrl.common.base.errors import Damaged, MeshError, NotFound
-from meshrl.common.base.host.terminal import visible
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound
+from meshrl.common.base.host.terminal import escape_controls
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.bundle.model_shape import model_config
-from meshrl.common.records.checkpoints import STATE, best, check_files
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.records.checkpoints import STATE_FOLDER, check_files, read_best_version
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.common.weights.layout.images import opened
-from meshrl.common.weights.layout.manifest import read_whole
-from meshrl.common.weights.output import ADAPTER, BASE, write_version
-from meshrl.services.weights.making import MARKER, check_ours, making, put
-from meshrl.services.weights.versions.known import (
-    Checkpoint,
+from meshrl.common.weights.layout.manifest import read_complete_manifest
+from meshrl.common.weights.layout.version_image import open_verified_image
+from meshrl.common.weights.version_writer import ADAPTER_FOLDER, BASE_FOLDER, write_version
+from meshrl.services.weights.atomic_directories import (
+    EXPORT_MARKER,
+    check_replaceable,
+    replace_directory,
+    scratch_directory,
+)
+from meshrl.services.weights.versions.run_versions import (
+    CheckpointManifest,
     StoredVersion,
-    checkpoints,
-    described,
-    versions,
+    list_versions,
+    read_checkpoints,
+    read_job,
 )
 
 
-def chosen(run: Path, step: int | None = None, the_best: bool = False) -> StoredVersion:
+def select_version(run: Path, step: int | None = None, want_best: bool = False) -> StoredVersion:
     """The last version that is stored, or the one of a step, or the best; NotFound says which
     there are.
     """
-    known = checkpoints(run)
+    known = read_checkpoints(run)
     chunks = ChunkStore(run / "store")
 
     def is_stored(version: StoredVersion) -> bool:
-        with suppress(Damaged, NotFound):
-            tensors = read_whole(chunks.read, version.manifest).tensors
+        with suppress(CorruptData, NotFound):
+            tensors = read_complete_manifest(chunks.read, version.manifest_digest).tensors
             if all(chunks.has(chunk) for chunk in {tensor.chunk for tensor in tensors}):
                 return True
-        return _checkpoint(version, known) is not None
+        return _find_valid_checkpoint(version, known) is not None
 
-    stored = [version for version in versions(run) if is_stored(version)]
-    if the_best:
-        judged = best(run)
+    stored = [version for version in list_versions(run) if is_stored(version)]
+    if want_best:
+        judged = read_best_version(run)
         if judged is None:
             fix = "name the figure to judge by in evaluation.best"
             raise NotFound(f"{run} has no best version", fix=fix)
-        return StoredVersion(judged.version, judged.manifest)
+        return StoredVersion(judged.version, judged.manifest_digest)
     if not stored:
         raise NotFound(f"{run} has no version", fix="the run ended before version 0")
     if step is None:
@@ -71,34 +76,40 @@ def chosen(run: Path, step: int | None = None, the_best: bool = False) -> Stored
     )
 
 
-def export(data: JobData, version: StoredVersion, out: Path, final: Path) -> None:
-    """Writes a version to `out`, which is to become `final`; see `write_version`. What the store
-    has not whole is copied from the version's checkpoint; Damaged or NotFound without one.
+def write_model_files(data: JobData, version: StoredVersion, out: Path, final_path: Path) -> None:
+    """Writes a version to `out`, which is to become `final_path`; see `write_version`. What the
+    store has not whole is copied from the version's checkpoint; Damaged or NotFound without one.
     """
     try:
-        tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest)
-    except (Damaged, NotFound) as error:
-        checkpoint = _checkpoint(version, checkpoints(data.run_dir))
+        tensors = read_tensors(ChunkStore(data.run_dir / "store"), version.manifest_digest)
+    except (CorruptData, NotFound) as error:
+        checkpoint = _find_valid_checkpoint(version, read_checkpoints(data.run_dir))
         if checkpoint is None:
             raise
         print(f"{error}; the model is copied from {checkpoint}", file=sys.stderr)
-        other = {checkpoint: [STATE]}  # what training goes on from is no part of a model
+        other = {checkpoint: [STATE_FOLDER]}  # what training goes on from is no part of a model
         shutil.copytree(
             checkpoint, out, ignore=lambda at, _: other.get(Path(at), []), dirs_exist_ok=True
         )
-        about = out / ADAPTER / "adapter_config.json"
-        if about.is_file() and (out / BASE).is_dir():  # it names the model that it belongs to
-            told = json.loads(about.read_text()) | {"base_model_name_or_path": str(final / BASE)}
+        about = out / ADAPTER_FOLDER / "adapter_config.json"
+        if (
+            about.is_file() and (out / BASE_FOLDER).is_dir()
+        ):  # it names the model that it belongs to
+            told = json.loads(about.read_text()) | {
+                "base_model_name_or_path": str(final_path / BASE_FOLDER)
+            }
             about.write_text(json.dumps(told, indent=2) + "\n")
     else:
-        write_version(data, model_config(data), tensors, out, final)
+        write_version(data, load_model_config(data), tensors, out, final_path)
 
 
-def _checkpoint(version: StoredVersion, known: list[Checkpoint]) -> Path | None:
+def _find_valid_checkpoint(
+    version: StoredVersion, candidates: list[CheckpointManifest]
+) -> Path | None:
     """The directory of the version's checkpoint, if all of it is as it was written."""
-    for path, held in reversed(known):
-        if held["weights"] == version.manifest:
-            with suppress(Damaged):
+    for path, held in reversed(candidates):
+        if held["weights"] == version.manifest_digest:
+            with suppress(CorruptData):
                 check_files(path.with_suffix(""), held["files"], "")
                 return path.with_suffix("")
     return None
@@ -106,54 +117,54 @@ def _checkpoint(version: StoredVersion, known: list[Checkpoint]) -> Path | None:
 
 def read_tensors(chunks: ChunkStore, manifest: str) -> Mapping[str, Tensor]:
     """The tensors of a manifest's digest, from the store's files."""
-    return opened(chunks, manifest).tensors
+    return open_verified_image(chunks, manifest).tensors
 
 
-def write(run: Path, out: Path, step: int | None, the_best: bool) -> StoredVersion:
+def export_selected(run: Path, out: Path, step: int | None, want_best: bool) -> StoredVersion:
     """Exports a version to `out`; see `write_one`."""
-    check_ours(out)
-    version = chosen(run, step, the_best)
-    write_one(run, version, out)
+    check_replaceable(out)
+    version = select_version(run, step, want_best)
+    export_version(run, version, out)
     return version
 
 
-def write_one(run: Path, version: StoredVersion, out: Path) -> None:
+def export_version(run: Path, version: StoredVersion, out: Path) -> None:
     """Exports to `out`, which holds either what it did or all of the new; Refused when that would
     delete something else than an export, and while another process does so.
     """
-    check_ours(out)
-    _write(JobData.of(*described(run), str(run)), version, out)
+    check_replaceable(out)
+    _export_atomically(JobData.from_document(*read_job(run), str(run)), version, out)
 
 
-def write_below(run: Path, directory: Path, step: int | None, the_best: bool) -> Path:
+def export_below(run: Path, directory: Path, step: int | None, want_best: bool) -> Path:
     """Exports to a directory below `directory` which is the version's alone, and is not changed
     once it is there; its path. For one caller at a time.
     """
-    data = JobData.of(*described(run), str(run))
-    version = chosen(run, step, the_best)
-    out = directory / f"{version.step}-{version.manifest}"
-    if not (out / MARKER).is_file():
-        _write(data, version, out)
+    data = JobData.from_document(*read_job(run), str(run))
+    version = select_version(run, step, want_best)
+    out = directory / f"{version.step}-{version.manifest_digest}"
+    if not (out / EXPORT_MARKER).is_file():
+        _export_atomically(data, version, out)
     return out
 
 
-def scratch_of(out: Path) -> Path:
+def make_scratch_path(out: Path) -> Path:
     """Where a model is written that is to become `out` when it is whole."""
     return out.with_name(out.name + ".partial")
 
 
-def _write(data: JobData, version: StoredVersion, out: Path) -> None:
+def _export_atomically(data: JobData, version: StoredVersion, out: Path) -> None:
     place = out.resolve()  # of a link, what it leads to
-    with making(scratch_of(place), place) as made:
-        fill(data, version, made, out)
-        put(made, place)
+    with scratch_directory(make_scratch_path(place), place) as made:
+        write_export(data, version, made, out)
+        replace_directory(made, place)
 
 
-def fill(data: JobData, version: StoredVersion, directory: Path, final: Path) -> None:
-    """Writes a version to a `directory` that is to become `final`, and that it is one."""
-    export(data, version, directory, final)
-    marker = {"job": data.id, "step": version.step, "manifest": version.manifest}
-    (directory / MARKER).write_text(json.dumps(marker) + "\n")
+def write_export(data: JobData, version: StoredVersion, directory: Path, final_path: Path) -> None:
+    """Writes a version to a `directory` that is to become `final_path`, and that it is one."""
+    write_model_files(data, version, directory, final_path)
+    marker = {"job": data.id, "step": version.step, "manifest": version.manifest_digest}
+    (directory / EXPORT_MARKER).write_text(json.dumps(marker) + "\n")
 
 
 def main() -> None:
@@ -168,11 +179,11 @@ def main() -> None:
     asked = arguments.step, arguments.best
     try:
         if arguments.below is not None:
-            print(write_below(arguments.run, arguments.below, *asked))
+            print(export_below(arguments.run, arguments.below, *asked))
             return
-        version = write(arguments.run, arguments.out, *asked)
+        version = export_selected(arguments.run, arguments.out, *asked)
     except MeshError as error:
-        sys.exit(visible(f"error: {error}"))
+        sys.exit(escape_controls(f"error: {error}"))
     print(f"step {version.step}: {arguments.out}")
 
 

@@ -8,64 +8,66 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshrl.common.api.transfer.bulk import SPACES
+from meshrl.common.api.transfer.bulk_permissions import SPACES
 from meshrl.common.api.weights import (
     Checkpoint,
+    CheckpointAssembly,
     CheckpointName,
-    Clear,
-    Examine,
-    Fetch,
-    KeepLines,
-    LayOut,
+    CheckpointNames,
+    CheckpointQuarantine,
+    ChunkVerification,
+    FilePublication,
+    LineBatch,
     Manifest,
-    Names,
-    Publish,
-    Published,
-    Seek,
-    SetAside,
-    Sources,
+    ManifestRequest,
+    PublishedFiles,
+    SourceAssignments,
+    SourceRequest,
+    UnfinishedCheckpoints,
     Weights,
 )
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import (
     AlreadyCommitted,
     BadMessage,
-    Damaged,
+    CorruptData,
     DeadlineExceeded,
     NotFound,
     Refused,
 )
-from meshrl.common.base.files import damage
-from meshrl.common.base.files.damage import FATES
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.files import corruption
+from meshrl.common.base.files.corruption import RECOVERY_BY_KIND
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.mesh.runtime.calls.actor import call
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.records.checkpoints import (
-    NAME,
+    NAME_PATTERN,
     check_paths,
-    checkpoint_name,
-    manifest_of,
-    older,
-    set_aside,
+    format_checkpoint_name,
+    list_older_names,
+    quarantine_checkpoint,
+    read_manifest,
 )
 from meshrl.common.state import jobs
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.common.weights.chunks.chunks import WHY, failure
-from meshrl.common.weights.layout.manifest import joined, packed, unpacked
-from meshrl.services.weights import home
-from meshrl.services.weights.deltas import DeltaSets, WithDeltas
-from meshrl.services.weights.home import Errands, TaskProgress
-from meshrl.services.weights.keeping.records import IO_S, JOBS, JobRecords
-from meshrl.services.weights.keeping.retention import Number
-from meshrl.services.weights.keeping.sweeping import Sweeper, SweepPace, Untold
-from meshrl.services.weights.relaying import Tracker
+from meshrl.common.weights.chunks.chunk_store import CORRUPTION_REASON, make_write_error
+from meshrl.common.weights.layout.manifest import decode_manifest, encode_manifest, merge_base
+from meshrl.services.weights import run_host_files
+from meshrl.services.weights.deltas import DeltaActor, DeltaRegistry
+from meshrl.services.weights.retention.job_records import IO_TIMEOUT_S, JOBS_FOLDER, JobRecords
+from meshrl.services.weights.retention.policy import VersionNumber
+from meshrl.services.weights.retention.sweeper import ChunkSweeper, PendingEvents, SweepSettings
+from meshrl.services.weights.run_host_files import SharedTasks, TaskProgress
+from meshrl.services.weights.tracker import ChunkTracker
 
 T = TypeVar("T")
-HOME_S = 900.0  # to rename and remove files at a run's home; see the deadlines of the calls
-SHARDS = 1024  # whose last lines are known: more files than are written at a time
+RUN_HOST_TIMEOUT_S = (
+    900.0  # to rename and remove files at a run's home; see the deadlines of the calls
+)
+MAX_REMEMBERED_FILES = 1024  # whose last lines are known: more files than are written at a time
 
 
-class WeightStore(WithDeltas):
+class WeightStore(DeltaActor):
     """Manifests in `chunks` beside what they name; checkpoints as JSON files under
     `<run>/checkpoints`; what must stay on record in `chunks`' directory `jobs`.
     """
@@ -76,82 +78,89 @@ class WeightStore(WithDeltas):
         self,
         mesh: Mesh,
         chunks: ChunkStore,
-        errands: Errands | None = None,
-        pace: SweepPace = SweepPace(),  # noqa: B008 (it does not change)
+        shared_tasks: SharedTasks | None = None,
+        sweep_settings: SweepSettings = SweepSettings(),  # noqa: B008 (it does not change)
     ) -> None:
         self.mesh, self.chunks = mesh, chunks
-        self._manifests: dict[str, Manifest] = {}
+        self._manifest_cache: dict[str, Manifest] = {}
         # The last operation of a shard with samples, the last shards that had one.
-        self._kept: dict[tuple[str, int, str], str] = {}
-        self.records = JobRecords(mesh.host, chunks.directory / JOBS)
-        self._untold = Untold(mesh, chunks.untold)
-        self._errands = errands or Errands(mesh)
-        self._tracker = Tracker(mesh.clock, mesh.name)
-        self.deltas = DeltaSets(mesh)
-        self.sweeper = Sweeper(
+        self._last_line_operations: dict[tuple[str, int, str], str] = {}
+        self.job_records = JobRecords(mesh.host, chunks.directory / JOBS_FOLDER)
+        self._pending_events = PendingEvents(mesh, chunks.pending_events)
+        self._shared_tasks = shared_tasks or SharedTasks(mesh)
+        self._tracker = ChunkTracker(mesh.clock, mesh.name)
+        self.delta_registry = DeltaRegistry(mesh)
+        self.sweeper = ChunkSweeper(
             mesh,
             chunks,
-            self.records,
-            self._untold,
-            self.deltas,
-            self._manifest,
-            self._manifests,
-            pace,
+            self.job_records,
+            self._pending_events,
+            self.delta_registry,
+            self._read_manifest,
+            self._manifest_cache,
+            sweep_settings,
         )
 
     def stats(self) -> dict[str, Any]:
-        held = {"manifests": len(self._manifests), "sweeps": self.sweeper.sweeps}
+        held = {"manifests": len(self._manifest_cache), "sweeps": self.sweeper.sweep_count}
         held |= self._tracker.stats()
-        return held | self.sweeper.quotas.stats() | self.deltas.stats()
+        return held | self.sweeper.quotas.stats() | self.delta_registry.stats()
 
     async def start(self) -> None:
-        for lost in await self.records.open():
+        for lost in await self.job_records.load():
             then = "made again from Redis and the checkpoints; until then nothing is swept"
-            told = damage.fields(
-                "versions", lost.path, lost.why, then, job=lost.job, aside=lost.aside
+            told = corruption.make_event_fields(
+                "versions",
+                lost.path,
+                lost.reason,
+                then,
+                job=lost.job,
+                quarantined_path=lost.quarantined_path,
             )
-            await self._untold.tell(told)
+            await self._pending_events.publish(told)
 
     async def stop(self) -> None:
-        await self._errands.stop()
+        await self._shared_tasks.stop()
 
-    async def sweep_forever(self) -> None:
-        await self.sweeper.forever()
+    async def run_sweeper(self) -> None:
+        await self.sweeper.run()
 
-    @call(Weights.stage)
-    async def stage(self, manifest: Manifest) -> str:
+    @call(Weights.stage_version)
+    async def stage_version(self, manifest: Manifest) -> str:
         """Makes a version's manifest durable, and keeps it until the job's commits have passed it;
         Refused when a chunk that it names is not there, AlreadyCommitted when the lineage has
         other weights of that version, QuotaExceeded.
         """
-        content = packed(manifest)
-        digest = digest_of(content)
-        await self._refuse_what_may_not(manifest, digest)
-        versions = self.records.of(manifest.job).versions
+        content = encode_manifest(manifest)
+        digest = compute_digest(content)
+        await self._check_version(manifest, digest)
+        versions = self.job_records.get_or_create(manifest.job).versions
         # A sweep that runs meanwhile knows the version from here on.
-        self._manifests[digest] = manifest
-        versions[digest] = Number(manifest.lineage, manifest.version)
+        self._manifest_cache[digest] = manifest
+        versions[digest] = VersionNumber(manifest.lineage, manifest.version)
         try:
-            await self._touch_base(manifest)
-            await self.mesh.host.run_blocking(self._touch, manifest, deadline_s=IO_S)
-        except (Refused, NotFound, Damaged):
+            await self._mark_base_written(manifest)
+            await self.mesh.host.run_blocking(
+                self._mark_chunks_written, manifest, deadline_s=IO_TIMEOUT_S
+            )
+        except (Refused, NotFound, CorruptData):
             del versions[digest]
-            self._manifests.pop(digest, None)
+            self._manifest_cache.pop(digest, None)
             raise
-        await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_S)
-        await self.records.save(manifest.job)
+        await self.mesh.host.run_blocking(self.chunks.write, content, deadline_s=IO_TIMEOUT_S)
+        await self.job_records.save(manifest.job)
         return digest
 
-    async def _refuse_what_may_not(self, manifest: Manifest, digest: str) -> None:
+    async def _check_version(self, manifest: Manifest, digest: str) -> None:
         """A version is committed once in its lineage, also when Redis has forgotten that it was;
         and a job's versions have no more bytes than its quota.
         """
-        record, row = self.records.of(manifest.job), None
+        record, row = self.job_records.get_or_create(manifest.job), None
         with suppress(NotFound):  # a job that Redis has lost tells nothing
-            row = await jobs.job(self.mesh.state, manifest.job)
-            record.saw_commit(Number(row.lineage, row.version), row.manifest)
-        number = Number(manifest.lineage, manifest.version)
-        if other := record.conflict(number, digest):  # no room would mend that
+            row = await jobs.read_job(self.mesh.state, manifest.job)
+            record.record_commit(VersionNumber(row.lineage, row.version), row.manifest)
+        number = VersionNumber(manifest.lineage, manifest.version)
+        if other := record.find_conflict(number, digest):  # no room would mend that
             raise AlreadyCommitted(
                 f"version {number.version} of lineage {number.lineage} of {manifest.job} is "
                 f"committed as {other}, and {digest} is offered for it",
@@ -159,12 +168,12 @@ class WeightStore(WithDeltas):
                 fix="Redis may be older than it was: `meshrl resume RUN` opens a new lineage",
             )
         if row is not None and digest not in record.versions:  # those take their room already
-            await self.sweeper.quotas.refuse(row, manifest)
+            await self.sweeper.quotas.check_quota(row, manifest)
 
-    def _touch(self, manifest: Manifest) -> None:
+    def _mark_chunks_written(self, manifest: Manifest) -> None:
         """Refused when one of the chunks is not there; the others count as written now."""
         chunks = {tensor.chunk for tensor in manifest.tensors}
-        missing = [chunk for chunk in sorted(chunks) if not self.chunks.touch(chunk)]
+        missing = [chunk for chunk in sorted(chunks) if not self.chunks.mark_written(chunk)]
         if missing:
             raise Refused(
                 f"version {manifest.version}: chunk {missing[0]} is not stored",
@@ -172,187 +181,216 @@ class WeightStore(WithDeltas):
                 fix="put the chunks before the manifest",
             )
 
-    @call(Weights.manifest)
-    async def manifest(self, request: Fetch) -> Manifest:
-        found = await self._manifest(request.digest)
-        if request.alone or found.base is None:
+    @call(Weights.fetch_manifest)
+    async def fetch_manifest(self, request: ManifestRequest) -> Manifest:
+        found = await self._read_manifest(request.digest)
+        if request.without_base or found.base is None:
             return found
-        return joined(found, await self._manifest(found.base.digest))
+        return merge_base(found, await self._read_manifest(found.base.digest))
 
-    async def _manifest(self, digest: str) -> Manifest:
-        if digest not in self._manifests:
+    async def _read_manifest(self, digest: str) -> Manifest:
+        if digest not in self._manifest_cache:
             read = self.chunks.read
             try:
-                content = await self.mesh.host.run_blocking(read, digest, deadline_s=IO_S)
-            except Damaged:
-                await self._examined(self.chunks, digest, "weights", "")
+                content = await self.mesh.host.run_blocking(read, digest, deadline_s=IO_TIMEOUT_S)
+            except CorruptData:
+                await self._verify_chunk(self.chunks, digest, "weights", "")
                 raise
-            self._manifests[digest] = unpacked(content, str(self.chunks.path(digest)))
-        return self._manifests[digest]
+            self._manifest_cache[digest] = decode_manifest(
+                content, str(self.chunks.chunk_path(digest))
+            )
+        return self._manifest_cache[digest]
 
-    @call(Weights.sources)
-    def sources(self, request: Seek) -> Sources:
-        return self._tracker.answer(request)
+    @call(Weights.assign_sources)
+    def assign_sources(self, request: SourceRequest) -> SourceAssignments:
+        return self._tracker.assign_sources(request)
 
-    @call(Weights.examine)
-    async def examine(self, request: Examine) -> bool:
+    @call(Weights.verify_chunk)
+    async def verify_chunk(self, request: ChunkVerification) -> bool:
         """A chunk that is not what was written is set aside, and whoever has its bytes writes it
         again.
         """
-        if request.space not in SPACES or request.kind not in FATES:
+        if request.space not in SPACES or request.kind not in RECOVERY_BY_KIND:
             raise BadMessage(f"no chunks of {request.kind!r:.40} in {request.space!r:.40}")
-        chunks = self.chunks.space(request.space)
-        return await self._examined(chunks, request.digest, request.kind, request.job)
+        chunks = self.chunks.open_space(request.space)
+        return await self._verify_chunk(chunks, request.digest, request.kind, request.job)
 
-    async def _examined(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
+    async def _verify_chunk(self, chunks: ChunkStore, digest: str, kind: str, job: str) -> bool:
         def look() -> bool:
-            whole, aside = chunks.examine(digest)
+            whole, aside = chunks.verify_or_quarantine(digest)
             if aside is not None:
-                path, then = chunks.path(digest), FATES[kind]
-                self._untold.add(damage.fields(kind, path, WHY, then, job=job, aside=aside))
+                path, then = chunks.chunk_path(digest), RECOVERY_BY_KIND[kind]
+                self._pending_events.add(
+                    corruption.make_event_fields(
+                        kind, path, CORRUPTION_REASON, then, job=job, quarantined_path=aside
+                    )
+                )
             return whole
 
-        whole = await self.mesh.host.run_blocking(look, deadline_s=IO_S)
-        await self._untold.tell_all()
+        whole = await self.mesh.host.run_blocking(look, deadline_s=IO_TIMEOUT_S)
+        await self._pending_events.publish_all()
         return whole
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    @call(Weights.save)
-    async def save(self, request: Checkpoint) -> str:
+    @call(Weights.save_checkpoint)
+    async def save_checkpoint(self, request: Checkpoint) -> str:
         """Writes a checkpoint's manifest; it counts once a step commit names it."""
         # Whoever writes it: a trainer that was replaced, and wakes, must not write over what its
         # successor has committed, so the name tells the weights too.
-        name = checkpoint_name(request.lineage, request.step, request.weights)
+        name = format_checkpoint_name(request.lineage, request.step, request.weights)
         check_paths(request.files)
-        manifest, run = await self._manifest(request.weights), self.mesh.host.run_blocking
-        await self._touch_manifest(request.weights)
-        await self._touch_base(manifest)
-        await run(self._touch, manifest, deadline_s=IO_S)
-        row = await jobs.job(self.mesh.state, request.job)
-        record = self.records.of(request.job)
+        manifest, run = await self._read_manifest(request.weights), self.mesh.host.run_blocking
+        await self._mark_manifest_written(request.weights)
+        await self._mark_base_written(manifest)
+        await run(self._mark_chunks_written, manifest, deadline_s=IO_TIMEOUT_S)
+        row = await jobs.read_job(self.mesh.state, request.job)
+        record = self.job_records.get_or_create(request.job)
         if record.run_dir != row.run_dir:
             record.run_dir = row.run_dir
-            await self.records.save(request.job)
-        await run(self._write, _path(row, name), sealed(asdict(request)), deadline_s=IO_S)
+            await self.job_records.save(request.job)
+        await run(
+            self._write_file,
+            _checkpoint_path(row, name),
+            encode_sealed(asdict(request)),
+            deadline_s=IO_TIMEOUT_S,
+        )
         return name
 
-    async def _touch_base(self, manifest: Manifest) -> None:
+    async def _mark_base_written(self, manifest: Manifest) -> None:
         """Of what adapters are added to only that counts which is not theirs."""
         if manifest.base is None:
             return
-        whole = joined(manifest, await self._manifest(manifest.base.digest))
-        await self._touch_manifest(manifest.base.digest)
+        whole = merge_base(manifest, await self._read_manifest(manifest.base.digest))
+        await self._mark_manifest_written(manifest.base.digest)
         shared = whole.tensors[: len(whole.tensors) - len(manifest.tensors)]
         others = replace(manifest, tensors=shared)
-        await self.mesh.host.run_blocking(self._touch, others, deadline_s=IO_S)
+        await self.mesh.host.run_blocking(
+            self._mark_chunks_written, others, deadline_s=IO_TIMEOUT_S
+        )
 
-    async def _touch_manifest(self, digest: str) -> None:
-        if not await self.mesh.host.run_blocking(self.chunks.touch, digest, deadline_s=IO_S):
+    async def _mark_manifest_written(self, digest: str) -> None:
+        if not await self.mesh.host.run_blocking(
+            self.chunks.mark_written, digest, deadline_s=IO_TIMEOUT_S
+        ):
             raise Refused(f"manifest {digest} is not stored any more", where=self.mesh.name)
 
-    def _write(self, path: Path, content: bytes) -> None:
+    def _write_file(self, path: Path, content: bytes) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.mesh.host.replace_file(path, content)
         except OSError as error:
-            raise failure(error, path) from error
+            raise make_write_error(error, path) from error
 
-    @call(Weights.lay_out)
-    async def lay_out(self, request: LayOut) -> bool:
+    @call(Weights.assemble_checkpoint)
+    async def assemble_checkpoint(self, request: CheckpointAssembly) -> bool:
         """Refused when one of its files is no chunk any more: put them again."""
-        row = await jobs.job(self.mesh.state, request.job)
-        path = _path(row, request.name)
+        row = await jobs.read_job(self.mesh.state, request.job)
+        path = _checkpoint_path(row, request.name)
 
         def lay_out(moved: TaskProgress) -> bool:
-            home.lay_out(self.chunks, path, request.files, moved)
+            run_host_files.assemble_checkpoint(self.chunks, path, request.files, moved)
             return True
 
         key = "lay out", str(path), *sorted(request.files.items())
         what = f"checkpoint {request.name} of {row.id}"
-        return await self._errands.joined(key, lay_out, what) or False
+        return await self._shared_tasks.join(key, lay_out, what) or False
 
-    @call(Weights.older)
-    async def older(self, request: CheckpointName) -> Names:
-        row = await jobs.job(self.mesh.state, request.job)
-        return Names(await self._home(older, Path(row.run_dir), request.name))
+    @call(Weights.list_older_checkpoints)
+    async def list_older_checkpoints(self, request: CheckpointName) -> CheckpointNames:
+        row = await jobs.read_job(self.mesh.state, request.job)
+        return CheckpointNames(
+            await self._run_on_run_host(list_older_names, Path(row.run_dir), request.name)
+        )
 
-    @call(Weights.set_aside)
-    async def set_aside(self, request: SetAside) -> str:
-        path = _path(await jobs.job(self.mesh.state, request.job), request.name)
+    @call(Weights.quarantine_checkpoint)
+    async def quarantine_checkpoint(self, request: CheckpointQuarantine) -> str:
+        path = _checkpoint_path(await jobs.read_job(self.mesh.state, request.job), request.name)
 
         def put_aside() -> Path | None:
-            aside = set_aside(path)
+            aside = quarantine_checkpoint(path)
             if aside is not None:
-                self._untold.add({**request.told, "aside": str(aside)}, request.op)
+                self._pending_events.add(
+                    {**request.event_fields, "aside": str(aside)}, request.op_id
+                )
             return aside
 
-        aside = await self._home(put_aside)
-        await self._untold.tell_all()
+        aside = await self._run_on_run_host(put_aside)
+        await self._pending_events.publish_all()
         return str(aside or "")
 
-    @call(Weights.clear)
-    async def clear(self, request: Clear) -> None:
+    @call(Weights.remove_unfinished_checkpoints)
+    async def remove_unfinished_checkpoints(self, request: UnfinishedCheckpoints) -> None:
         """An older checkpoint without its manifest is damaged, and set aside."""
-        row = await jobs.job(self.mesh.state, request.job)
+        row = await jobs.read_job(self.mesh.state, request.job)
 
         def tell(path: Path, aside: Path) -> None:
             then = "what is left of it is set aside; the other kept ones are there"
             why = "it is missing"
-            self._untold.add(
-                damage.fields("checkpoint", path, why, then, job=request.job, aside=aside)
+            self._pending_events.add(
+                corruption.make_event_fields(
+                    "checkpoint", path, why, then, job=request.job, quarantined_path=aside
+                )
             )
 
         directory = Path(row.run_dir) / "checkpoints"
-        await self._home(home.clear, directory, request.committed, tell)
-        await self._untold.tell_all()
+        await self._run_on_run_host(
+            run_host_files.remove_unfinished_checkpoints, directory, request.committed, tell
+        )
+        await self._pending_events.publish_all()
 
-    @call(Weights.publish)
-    async def publish(self, request: Publish) -> Published:
+    @call(Weights.publish_files)
+    async def publish_files(self, request: FilePublication) -> PublishedFiles:
         """NotFound, or Damaged when a checkpoint's manifest is not what was written."""
-        row = await jobs.job(self.mesh.state, request.job)
+        row = await jobs.read_job(self.mesh.state, request.job)
         if request.checkpoint:
-            _path(row, request.checkpoint)
-        chunks, checkpoint, below = self.chunks, request.checkpoint, request.below
+            _checkpoint_path(row, request.checkpoint)
+        chunks, checkpoint, below = self.chunks, request.checkpoint, request.folders
 
-        def publish(moved: TaskProgress) -> Published:
-            return Published(home.publish(chunks, row, checkpoint, below, moved))
+        def publish(moved: TaskProgress) -> PublishedFiles:
+            return PublishedFiles(
+                run_host_files.publish_files(chunks, row, checkpoint, below, moved)
+            )
 
         key = "publish", row.run_dir, row.since_ms, checkpoint, *below
         what = f"the files of {checkpoint or 'the bundle of'} {row.id}"
-        return await self._errands.joined(key, publish, what) or Published({}, whole=False)
+        return await self._shared_tasks.join(key, publish, what) or PublishedFiles(
+            {}, is_complete=False
+        )
 
-    @call(Weights.keep_lines)
-    async def keep_lines(self, request: KeepLines) -> None:
+    @call(Weights.append_lines)
+    async def append_lines(self, request: LineBatch) -> None:
         """StorageFull: they are left out. BadMessage: there is no such file."""
-        row, lines = await jobs.job(self.mesh.state, request.job), request.lines.encode()
+        row, lines = await jobs.read_job(self.mesh.state, request.job), request.lines.encode()
         key = request.job, row.since_ms, request.file
 
         def keep(_: TaskProgress) -> bool:
-            if self._kept.get(key) != request.op:
-                home.keep_lines(self.mesh.host, row, request.file, lines)
-                self._kept.pop(key, None)
-                self._kept[key] = request.op
-                while len(self._kept) > SHARDS:
-                    del self._kept[next(iter(self._kept))]
+            if self._last_line_operations.get(key) != request.op_id:
+                run_host_files.append_lines(self.mesh.host, row, request.file, lines)
+                self._last_line_operations.pop(key, None)
+                self._last_line_operations[key] = request.op_id
+                while len(self._last_line_operations) > MAX_REMEMBERED_FILES:
+                    del self._last_line_operations[next(iter(self._last_line_operations))]
             return True
 
         # Who asks again while the first writes waits for that.
-        if not await self._errands.joined((*key, request.op), keep, f"{request.file} of {row.id}"):
+        if not await self._shared_tasks.join(
+            (*key, request.op_id), keep, f"{request.file} of {row.id}"
+        ):
             raise DeadlineExceeded("the disk takes no lines", where=row.run_dir)
 
-    async def _home(self, work: Callable[..., T], *args: Any) -> T:
-        return await self.mesh.host.run_blocking(work, *args, deadline_s=HOME_S)
+    async def _run_on_run_host(self, work: Callable[..., T], *args: Any) -> T:
+        return await self.mesh.host.run_blocking(work, *args, deadline_s=RUN_HOST_TIMEOUT_S)
 
-    @call(Weights.load)
-    async def load(self, request: CheckpointName) -> Checkpoint:
-        path = _path(await jobs.job(self.mesh.state, request.job), request.name)
-        held = await self.mesh.host.run_blocking(manifest_of, path, deadline_s=IO_S)
+    @call(Weights.load_checkpoint)
+    async def load_checkpoint(self, request: CheckpointName) -> Checkpoint:
+        path = _checkpoint_path(await jobs.read_job(self.mesh.state, request.job), request.name)
+        held = await self.mesh.host.run_blocking(read_manifest, path, deadline_s=IO_TIMEOUT_S)
         return Checkpoint(**held)
 
 
-def _path(row: jobs.JobRow, name: str) -> Path:
+def _checkpoint_path(row: jobs.JobRow, name: str) -> Path:
     """Of a checkpoint's manifest; BadMessage for what is no name of one."""
-    if not NAME.fullmatch(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise BadMessage(f"{name!r:.80} is no name of a checkpoint")
     return Path(row.run_dir) / "checkpoints" / f"{name}.json"

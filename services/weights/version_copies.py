@@ -16,90 +16,102 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable, from_wire
-from meshrl.common.base.files.at_url import without_secrets
-from meshrl.common.mesh.process.answers import said_by
+from meshrl.common.base.files.remote_directory import redact_url
+from meshrl.common.mesh.process.command_output import run_for_lines
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
-from meshrl.services.weights.copying import patiently_tell
-from meshrl.services.weights.keeping.pins import pins
-from meshrl.services.weights.keeping.records import IO_S, JobRecords
-from meshrl.services.weights.keeping.retention import Number, lasting
+from meshrl.services.weights.durable_copier import append_event_with_retry
+from meshrl.services.weights.retention.job_records import IO_TIMEOUT_S, JobRecords
+from meshrl.services.weights.retention.pins import read_pins
+from meshrl.services.weights.retention.policy import VersionNumber, find_requested
 
-LOOK_S = 2.0  # between two looks at what is to be there
-AGAIN_S = 5.0  # after an error; twice as long after each further one
-LATEST_AGAIN_S = 60.0
-COPY_S = 6 * 3600.0  # of what a look has found: versions may have hundreds of GB, and links be slow
-SHOWN = 3  # troubles of a job that are told
+POLL_S = 2.0  # between two looks at what is to be there
+RETRY_S = 5.0  # after an error; twice as long after each further one
+MAX_RETRY_S = 60.0
+COPY_TIMEOUT_S = (
+    6 * 3600.0
+)  # of what a look has found: versions may have hundreds of GB, and links be slow
+MAX_SHOWN_FAILURES = 3  # troubles of a job that are told
 
 
 @dataclass
-class _Trouble:
-    due: float  # when it is tried again, by the monotonic clock
-    again_s: float
-    name: str  # of the version
+class _CopyFailure:
+    retry_at: float  # when it is tried again, by the monotonic clock
+    retry_s: float
+    version_name: str  # of the version
     error: str
 
 
-class VersionCopies:
+class VersionCopier:
     def __init__(
-        self, mesh: Mesh, records: JobRecords, store: Path, look_s: float = LOOK_S
+        self, mesh: Mesh, records: JobRecords, store: Path, poll_s: float = POLL_S
     ) -> None:
-        self._mesh, self._records, self._store, self._look_s = mesh, records, store, look_s
-        self._there: dict[tuple[str, str], set[str]] = {}  # manifests by run directory and place
-        self._troubles: dict[str, dict[str, _Trouble]] = {}  # by job and manifest
-        self.copied = 0
+        self._mesh, self._records, self._store, self._poll_s = mesh, records, store, poll_s
+        self._copied_manifests: dict[
+            tuple[str, str], set[str]
+        ] = {}  # manifests by run directory and place
+        self._failures: dict[str, dict[str, _CopyFailure]] = {}  # by job and manifest
+        self.copied_count = 0
 
     def stats(self) -> dict[str, Any]:
         told = []
-        for job, troubles in sorted(self._troubles.items()):
-            whys = [f"version {trouble.name}: {trouble.error}" for trouble in troubles.values()]
-            more = [f"and {len(whys) - SHOWN} more"] if len(whys) > SHOWN else []
-            told += [f"{job}: {', '.join([*whys[:SHOWN], *more])}"] if whys else []
-        return {"versions_copied": self.copied, "copies_trouble": "; ".join(told)}
+        for job, troubles in sorted(self._failures.items()):
+            whys = [
+                f"version {trouble.version_name}: {trouble.error}" for trouble in troubles.values()
+            ]
+            more = (
+                [f"and {len(whys) - MAX_SHOWN_FAILURES} more"]
+                if len(whys) > MAX_SHOWN_FAILURES
+                else []
+            )
+            told += [f"{job}: {', '.join([*whys[:MAX_SHOWN_FAILURES], *more])}"] if whys else []
+        return {"versions_copied": self.copied_count, "copies_trouble": "; ".join(told)}
 
-    async def forever(self) -> None:
+    async def run(self) -> None:
         while True:
-            await self._mesh.clock.sleep(self._look_s)
+            await self._mesh.clock.sleep(self._poll_s)
             try:
-                rows = await jobs.jobs(self._mesh.state)
+                rows = await jobs.read_jobs(self._mesh.state)
             except StateUnavailable:
                 continue  # nobody commits anything meanwhile
             for row in rows:
-                await self._look(row)
-            self._troubles = {row.id: self._troubles.get(row.id, {}) for row in rows}
+                await self._copy_missing(row)
+            self._failures = {row.id: self._failures.get(row.id, {}) for row in rows}
 
-    async def _look(self, row: jobs.JobRow) -> None:
+    async def _copy_missing(self, row: jobs.JobRow) -> None:
         place = row.document.get("weights", {}).get("copies", "")
-        troubles = self._troubles.setdefault(row.id, {})
+        troubles = self._failures.setdefault(row.id, {})
         if not place:
             troubles.clear()
             return
-        there = self._there.setdefault((row.run_dir, place), set())
+        there = self._copied_manifests.setdefault((row.run_dir, place), set())
         try:
             run = self._mesh.host.run_blocking
-            pinned = await run(pins, self._store, row.id, deadline_s=IO_S)
+            pinned = await run(read_pins, self._store, row.id, deadline_s=IO_TIMEOUT_S)
         except StateUnavailable:
             return
         except (MeshError, OSError) as error:
             self._mesh.telemetry.log.warning("copies", job=row.id, error=str(error))
             return
-        current, asked = Number(row.lineage, row.version), row.document["weights"]
-        kept = lasting(self._records.of(row.id).versions, current, asked)
+        current, asked = VersionNumber(row.lineage, row.version), row.document["weights"]
+        kept = find_requested(self._records.get_or_create(row.id).versions, current, asked)
         # What nothing but a person or a better one ends, and the last one of a job that is over.
         lacking = {manifest for manifest, key in kept.items() if key == "keep_every"}
         lacking |= {manifest for manifest, pin in pinned.items() if pin.run == row.run_dir}
-        lacking |= {row.best_manifest} | ({row.manifest} if row.ended else set())
+        lacking |= {row.best_manifest} | ({row.manifest} if row.is_terminal else set())
         lacking -= there | {""}
         for manifest in troubles.keys() - lacking:
             del troubles[manifest]  # it is to go
         now = self._mesh.clock.monotonic()
-        due = {m for m in lacking if m not in troubles or now >= troubles[m].due}
+        due = {m for m in lacking if m not in troubles or now >= troubles[m].retry_at}
         if due:
             # Those that have failed come last: one that ends its process delays no other.
-            await self._copy(row, place, sorted(due, key=lambda m: (m in troubles, m)), there)
+            await self._copy_versions(
+                row, place, sorted(due, key=lambda m: (m in troubles, m)), there
+            )
 
-    async def _copy(
-        self, row: jobs.JobRow, place: str, manifests: list[str], there: set[str]
+    async def _copy_versions(
+        self, row: jobs.JobRow, target_url: str, manifests: list[str], copied_manifests: set[str]
     ) -> None:
         """Has versions copied; what hinders one keeps no other from it. Those of which nothing was
         told, because their process ended with one before them, are due at the next look.
@@ -111,55 +123,57 @@ class VersionCopies:
                 "-m",
                 "meshrl.services.weights.versions",
                 "copy",
-                f"--to={place}",
+                f"--to={target_url}",
             ]
             logs = Path(self._mesh.settings.run_root) / "mesh" / "logs"
             words += ["--", row.run_dir, *manifests]
-            said = await said_by(self._mesh.host, words, f"copies/{row.id}", logs, COPY_S)
-            told = outcomes(said[0], manifests, ended=said[1])
+            said = await run_for_lines(
+                self._mesh.host, words, f"copies/{row.id}", logs, COPY_TIMEOUT_S
+            )
+            told = parse_outcomes(said[0], manifests, has_exited=said[1])
         except (MeshError, OSError) as error:  # nothing can be copied at the moment
             told = {manifest: error for manifest in manifests}
         took_s = round(self._mesh.clock.monotonic() - began, 3)
         for manifest, outcome in told.items():
             if not isinstance(outcome, dict):
-                await self._failed(row, place, manifest, outcome)
+                await self._record_failure(row, target_url, manifest, outcome)
                 continue
-            there.add(manifest)
-            self._troubles[row.id].pop(manifest, None)
+            copied_manifests.add(manifest)
+            self._failures[row.id].pop(manifest, None)
             if outcome:
-                self.copied += 1
+                self.copied_count += 1
                 copied = {"job": row.id, "took_s": took_s} | outcome
-                await patiently_tell(self._mesh, "version_copied", copied)
+                await append_event_with_retry(self._mesh, "version_copied", copied)
 
-    async def _failed(
-        self, row: jobs.JobRow, place: str, manifest: str, error: MeshError | OSError
+    async def _record_failure(
+        self, row: jobs.JobRow, target_url: str, manifest: str, error: MeshError | OSError
     ) -> None:
-        troubles, now = self._troubles[row.id], self._mesh.clock.monotonic()
-        number = self._records.of(row.id).versions.get(manifest)
+        troubles, now = self._failures[row.id], self._mesh.clock.monotonic()
+        number = self._records.get_or_create(row.id).versions.get(manifest)
         name = f"{number.lineage}/{number.version}" if number else manifest
         known = {trouble.error for trouble in troubles.values()}
         before = troubles.get(manifest)
-        again_s = AGAIN_S if before is None else min(2 * before.again_s, LATEST_AGAIN_S)
-        troubles[manifest] = _Trouble(now + again_s, again_s, name, str(error))
+        again_s = RETRY_S if before is None else min(2 * before.retry_s, MAX_RETRY_S)
+        troubles[manifest] = _CopyFailure(now + again_s, again_s, name, str(error))
         if str(error) in known:
             return
         log = self._mesh.telemetry.log
         log.error("a version is not copied", job=row.id, version=name, error=str(error))
         told = {"job": row.id, "version": name, "manifest": manifest, "error": str(error)}
-        told |= {"url": without_secrets(place)}
-        await patiently_tell(self._mesh, "version_copy_failed", told)
+        told |= {"url": redact_url(target_url)}
+        await append_event_with_retry(self._mesh, "version_copy_failed", told)
 
 
-def outcomes(
-    said: Sequence[str], manifests: Sequence[str], ended: bool
+def parse_outcomes(
+    lines: Sequence[str], manifests: Sequence[str], has_exited: bool
 ) -> dict[str, dict[str, Any] | MeshError | OSError]:
     """What was told of each version, by the lines of the process that copied them: what was copied,
     or why it was not. One that has not told of all was at the first of the others, which is why it
-    `ended`, or took too long. MeshError when it could not look at any.
+    `has_exited`, or took too long. MeshError when it could not look at any.
     """
     found: dict[str, dict[str, Any] | MeshError | OSError] = {}
     last: dict[str, Any] = {}
-    for text in said:
+    for text in lines:
         try:
             told = json.loads(text)
         except ValueError:
@@ -175,12 +189,13 @@ def outcomes(
     if untold := [manifest for manifest in manifests if manifest not in found]:
         found[untold[0]] = (
             MeshError(
-                f"the process that copies has ended: {said[-1] if said else 'without a word'}",
+                f"the process that copies has ended: {lines[-1] if lines else 'without a word'}",
                 fix="It is tried again; see whether this host's memory is enough",
             )
-            if ended
+            if has_exited
             else DeadlineExceeded(
-                f"it was not copied within {COPY_S:g} s", fix="See whether the place answers"
+                f"it was not copied within {COPY_TIMEOUT_S:g} s",
+                fix="See whether the place answers",
             )
         )
     return found

@@ -25,24 +25,25 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from meshrl.common.base.errors import ConfigError, MeshError, NotFound
-from meshrl.sim.cluster.figures import compared, flat, table
-from meshrl.sim.cluster.model.cluster import Cluster
+from meshrl.sim.cluster.arm_runner import run_arm
+from meshrl.sim.cluster.job_figures import compute_ratios, flatten_figures, format_table
+from meshrl.sim.cluster.model.cluster import SimCluster
 from meshrl.sim.cluster.model.job import SimJob
-from meshrl.sim.cluster.running import run
-from meshrl.sim.cluster.sources.recorded import recorded, written
-from meshrl.sim.cluster.sources.scenario import Scenario, read
+from meshrl.sim.cluster.sources.recorded_run import read_run, write_scenario
+from meshrl.sim.cluster.sources.scenario import Scenario, read_arms
 from meshrl.view.report import charts, png
 from meshrl.view.report.charts import Figure, Series
-from meshrl.view.report.page import STYLE
+from meshrl.view.report.report_page import STYLE
 
 
-def draw(title: str, table: str, arms: Mapping[str, Cluster], out: Path) -> list[Path]:
+def write_figures(title: str, table: str, arms: Mapping[str, SimCluster], out: Path) -> list[Path]:
     """Writes `index.html` and PNG files into a directory; NotFound without matplotlib."""
-    png.needed()
+    png.require_matplotlib()
     out.mkdir(parents=True, exist_ok=True)
-    found = figures(arms)
+    found = build_figures(arms)
     body = "".join(
-        f"<h2>{escape(one.title)}</h2>{charts.lines(one.series, label)}" for one, label in found
+        f"<h2>{escape(one.title)}</h2>{charts.draw_line_chart(one.series, label)}"
+        for one, label in found
     )
     page = out / "index.html"
     page.write_text(
@@ -50,31 +51,33 @@ def draw(title: str, table: str, arms: Mapping[str, Cluster], out: Path) -> list
         f"<style>{STYLE}</style><h1>{escape(title)}</h1><pre>{escape(table)}</pre>{body}</html>\n",
         encoding="utf-8",
     )
-    drawn = (png.lines(one, out, label) for one, label in found)
+    drawn = (png.write_line_chart(one, out, label) for one, label in found)
     return [page, *(path for path in drawn if path is not None)]
 
 
-def figures(arms: Mapping[str, Cluster]) -> list[tuple[Figure, str]]:
+def build_figures(arms: Mapping[str, SimCluster]) -> list[tuple[Figure, str]]:
     """Each with the label of its axis: of every job its steps by arm, and who did what when."""
     found: list[tuple[Figure, str]] = []
     for job in dict.fromkeys(name for cluster in arms.values() for name in cluster.jobs):
         there = {arm: cluster.jobs[job] for arm, cluster in arms.items() if job in cluster.jobs}
         steps = []
         for arm, one in there.items():
-            ends = pairwise([one.began_s or 0.0, *one.training.ended_s])
+            ends = pairwise([one.training_started_s or 0.0, *one.training.step_ends_s])
             steps.append(Series(arm, [(float(n), b - a) for n, (a, b) in enumerate(ends, 1)]))
         found.append((Figure(f"{job}: seconds of a step", steps), "step"))
         for arm, one in there.items():
-            shares = Figure(f"{job}, {arm}: workers", _shares(one, arms[arm].agenda.now_s))
+            shares = Figure(
+                f"{job}, {arm}: workers", _build_share_series(one, arms[arm].event_queue.now_s)
+            )
             found.append((shares, "seconds"))
     return found
 
 
-def _shares(job: SimJob, end_s: float) -> list[Series]:
+def _build_share_series(job: SimJob, end_s: float) -> list[Series]:
     """Stairs of how many workers generate, and train."""
     found: list[list[tuple[float, float]]] = [[], []]
-    ends = [since_s for since_s, *_ in job.shares[1:]] + [end_s]
-    for (since_s, *counts), until_s in zip(job.shares, ends, strict=True):
+    ends = [since_s for since_s, *_ in job.worker_shares[1:]] + [end_s]
+    for (since_s, *counts), until_s in zip(job.worker_shares, ends, strict=True):
         for points, count in zip(found, counts, strict=True):
             points += [(since_s, float(count)), (until_s, float(count))]
     return [Series("rollout", found[0]), Series("training", found[1])]
@@ -83,21 +86,21 @@ def _shares(job: SimJob, end_s: float) -> list[Series]:
 SCENARIOS = Path(__file__).parent / "scenarios"
 
 
-def _medians(
-    path: Path, changes: Sequence[str], scenario: Scenario, known: dict[str, Cluster]
+def _run_seeds(
+    path: Path, changes: Sequence[str], scenario: Scenario, known: dict[str, SimCluster]
 ) -> dict[str, list[float]]:
     """The ratios of arms, by name, with each of a scenario's seeds; `known` are those that have
     run with the first.
     """
     found: dict[str, list[float]] = {}
     for seed in range(scenario.seed, scenario.seed + scenario.seeds):
-        arms = read(path, [*changes, f"seed={seed}"])
+        arms = read_arms(path, [*changes, f"seed={seed}"])
         known = known if seed == scenario.seed else {}
         last = list(arms)[-1]
-        there = [name for name, arm in arms.items() if arm.about.ratio or name == last]
-        ran = {name: run(arms[name], path.parent, known) for name in there}
+        there = [name for name, arm in arms.items() if arm.table.ratio or name == last]
+        ran = {name: run_arm(arms[name], path.parent, known) for name in there}
         figures = {name: one.figures for name, one in ran.items()}
-        told = compared(figures, {}, {name: arms[name].about.ratio for name in there})
+        told = compute_ratios(figures, {}, {name: arms[name].table.ratio for name in there})
         for name, value in told.items():
             assert isinstance(value, float)
             found.setdefault(name, []).append(value)
@@ -122,51 +125,53 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     gc.set_threshold(200_000, 20, 100)  # what is there stays, mostly, and is large
     with TemporaryDirectory() as folder:
-        return _simulated(a, Path(folder))
+        return _simulate(a, Path(folder))
 
 
-def _simulated(a: argparse.Namespace, folder: Path) -> int:
-    path, measured = Path(a.scenario), None
+def _simulate(args: argparse.Namespace, folder: Path) -> int:
+    path, measured = Path(args.scenario), None
     if not path.suffix and not path.exists():
-        path = SCENARIOS / f"{a.scenario}.toml"
+        path = SCENARIOS / f"{args.scenario}.toml"
     try:
-        if a.run is not None and a.scenario:
+        if args.run is not None and args.scenario:
             raise ConfigError("a scenario and a run are two", fix="Name SCENARIO, or --from RUN")
-        if a.run is None and path.parent == SCENARIOS and not path.exists():
+        if args.run is None and path.parent == SCENARIOS and not path.exists():
             here = ", ".join(sorted(one.stem for one in SCENARIOS.glob("*.toml")))
-            raise NotFound(f"there is no scenario {a.scenario}", fix=f"Here are {here}; or a file")
-        if a.run is not None:
-            measured = recorded(a.run)
-            path = written(measured, a.out or folder)
-        arms = read(path, a.set)
-        if a.what_if:
-            changed = read(path, [*a.set, *a.what_if])
-            if_ = " ".join(a.what_if)
+            raise NotFound(
+                f"there is no scenario {args.scenario}", fix=f"Here are {here}; or a file"
+            )
+        if args.run is not None:
+            measured = read_run(args.run)
+            path = write_scenario(measured, args.out or folder)
+        arms = read_arms(path, args.set)
+        if args.what_if:
+            changed = read_arms(path, [*args.set, *args.what_if])
+            if_ = " ".join(args.what_if)
             arms = {**arms, **{f"{name} if {if_}": arm for name, arm in changed.items()}}
-        known: dict[str, Cluster] = {}
-        ran = {name: run(arm, path.parent, known) for name, arm in arms.items()}
+        known: dict[str, SimCluster] = {}
+        ran = {name: run_arm(arm, path.parent, known) for name, arm in arms.items()}
         figures = {name: one.figures for name, one in ran.items()}
-        papers = {name: one.about.paper for name, one in ran.items()}
-        told = table(figures, papers)
+        papers = {name: one.arm.paper for name, one in ran.items()}
+        told = format_table(figures, papers)
         print(told)
         for name, one in ran.items():
-            if one.chosen:
-                print(f"{name}: {one.chosen}")
+            if one.best_settings:
+                print(f"{name}: {one.best_settings}")
             for job in one.cluster.jobs.values():
-                if not job.training.over:
-                    spec, until_s = job.spec, one.cluster.agenda.now_s
-                    why = one.cluster.held(spec.name) or f"until_s is {until_s:.0f}"
+                if not job.training.is_finished:
+                    spec, until_s = job.spec, one.cluster.event_queue.now_s
+                    why = one.cluster.get_block_reason(spec.name) or f"until_s is {until_s:.0f}"
                     made = f"{spec.name} made {job.training.version} of {spec.steps} steps"
                     print(f"{name}: {made}: {why}", file=sys.stderr)
-        scenario = next(iter(next(iter(arms.values())).tries.values()))
+        scenario = next(iter(next(iter(arms.values())).scenarios.values()))
         for source in scenario.sources:
             print(f"- {source}")
-        if a.out is not None:
+        if args.out is not None:
             clusters = {name: one.cluster for name, one in ran.items()}
-            for drawn in draw(scenario.title or path.stem, told, clusters, a.out):
+            for drawn in write_figures(scenario.title or path.stem, told, clusters, args.out):
                 print(drawn)
-        several = scenario.seeds > 1 and not a.what_if
-        ratios_of = _medians(path, a.set, scenario, known) if several else {}
+        several = scenario.seeds > 1 and not args.what_if
+        ratios_of = _run_seeds(path, args.set, scenario, known) if several else {}
     except MeshError as error:
         print(error, file=sys.stderr)
         return 2
@@ -179,14 +184,21 @@ def _simulated(a: argparse.Namespace, folder: Path) -> int:
         about = f"the run itself: {measured.step_s:.4g} s/step"
         print(f"{about}; the simulation of it is off by {off:+.1%}")
         held = {"run_step_s": round(measured.step_s, 4), "run_error": round(off, 4)}
-    ratios = {name: one.about.ratio for name, one in ran.items()}
+    ratios = {name: one.arm.ratio for name, one in ran.items()}
     cpu = {f"{name.replace(' ', '_')}_cpu_s": round(one.cpu_s, 2) for name, one in ran.items()}
     medians: dict[str, float | list[float]] = {}
     for name, values in ratios_of.items():
         medians |= {name: median(values), f"{name}_seeds": values}
     total = {"cpu_s": round(sum(one.cpu_s for one in ran.values()), 2)}
     print(
-        json.dumps(flat(figures) | cpu | compared(figures, papers, ratios) | medians | held | total)
+        json.dumps(
+            flatten_figures(figures)
+            | cpu
+            | compute_ratios(figures, papers, ratios)
+            | medians
+            | held
+            | total
+        )
     )
     return 0
 

@@ -11,16 +11,18 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from meshrl.sim.mesh.faults.faults import KINDS
-from meshrl.sim.mesh.running import MeshOutcome, MeshPlan, play
+from meshrl.sim.mesh.faults.fault_schedule import FAULT_KINDS
+from meshrl.sim.mesh.seed_runner import MeshOutcome, MeshPlan, run_plan
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m meshrl.sim.mesh", description=__doc__)
     found.add_argument("--seed", type=int, default=0)
     found.add_argument("--seeds", default="", metavar="A:B", help="every seed from A to B - 1")
     found.add_argument("--jobs", type=int, default=1, help="processes that run seeds")
-    found.add_argument("--faults", default="all", help=f"all, none, or some of {','.join(KINDS)}")
+    found.add_argument(
+        "--faults", default="all", help=f"all, none, or some of {','.join(FAULT_KINDS)}"
+    )
     found.add_argument("--hours", type=float, default=1 / 6, help="of virtual time with faults")
     found.add_argument("--pace", type=float, default=1.0, help="more than 1: rarer faults")
     found.add_argument("--budget", type=int, default=0, help="steps; 0: as many as fit")
@@ -32,28 +34,32 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def plan_of(a: argparse.Namespace) -> MeshPlan:
-    shape = a.workers, a.shards, a.ranks
-    return MeshPlan(a.seed, a.faults, a.hours, *shape, a.pace, a.budget, a.mesh_jobs)
+def parse_plan(args: argparse.Namespace) -> MeshPlan:
+    shape = args.workers, args.shards, args.ranks
+    return MeshPlan(
+        args.seed, args.faults, args.hours, *shape, args.pace, args.budget, args.mesh_jobs
+    )
 
 
 def main() -> int:
-    a = parser().parse_args()
-    plan = plan_of(a)
+    a = build_parser().parse_args()
+    plan = parse_plan(a)
     if a.seeds:
         first, _, last = a.seeds.partition(":")
-        return many([replace(plan, seed=seed) for seed in range(int(first), int(last))], a.jobs)
-    outcome = play(plan, a.log)
-    print(json.dumps(outcome.document(), indent=1))
-    return told([outcome])
+        return run_seeds(
+            [replace(plan, seed=seed) for seed in range(int(first), int(last))], a.jobs
+        )
+    outcome = run_plan(plan, a.log)
+    print(json.dumps(outcome.to_document(), indent=1))
+    return print_failures([outcome])
 
 
-def many(plans: list[MeshPlan], jobs: int) -> int:
+def run_seeds(plans: list[MeshPlan], process_count: int) -> int:
     """Runs plans in so many processes: a line of JSON each, then one of them all."""
     outcomes = []
-    for outcome in _played(plans, jobs):
+    for outcome in _run_plans(plans, process_count):
         outcomes.append(outcome)
-        print(json.dumps(outcome.document()), flush=True)
+        print(json.dumps(outcome.to_document()), flush=True)
     virtual_s, cpu_s = sum(o.virtual_s for o in outcomes), sum(o.cpu_s for o in outcomes)
     summary = {
         "seeds": len(outcomes),
@@ -63,22 +69,25 @@ def many(plans: list[MeshPlan], jobs: int) -> int:
         "virtual_s_per_cpu_s": round(virtual_s / max(cpu_s, 1e-9), 1),
     }
     print(json.dumps(summary))
-    return told(outcomes)
+    return print_failures(outcomes)
 
 
-def _played(plans: list[MeshPlan], jobs: int) -> Iterator[MeshOutcome]:
-    if jobs == 1:
-        yield from map(play, plans)
+def _run_plans(plans: list[MeshPlan], process_count: int) -> Iterator[MeshOutcome]:
+    if process_count == 1:
+        yield from map(run_plan, plans)
         return
-    with get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(play, plans)
+    with get_context("spawn").Pool(process_count) as pool:
+        yield from pool.imap_unordered(run_plan, plans)
 
 
-def told(outcomes: list[MeshOutcome]) -> int:
+def print_failures(outcomes: list[MeshOutcome]) -> int:
     """Says how to replay what failed; the exit status."""
     failed = [outcome for outcome in outcomes if outcome.violations]
     for outcome in failed:
-        print(f"again: {outcome.plan.command} --log seed-{outcome.plan.seed}.log", file=sys.stderr)
+        print(
+            f"again: {outcome.plan.replay_command} --log seed-{outcome.plan.seed}.log",
+            file=sys.stderr,
+        )
         for violation in outcome.violations[:10]:
             print(f"  {violation}", file=sys.stderr)
     return int(bool(failed))

@@ -1,1 +1,1 @@
-"""A prefix that is computed and loaded at once, modelled. Open `meeting.py` first."""
+"""A prefix that is computed and loaded at once, modelled. Open `prefix_model.py` first."""

@@ -20,10 +20,10 @@ from meshrl.common.state.redis.client import (
     RETRIES,
     SOCKET_TIMEOUT_S,
 )
-from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.server import SimulatedRedisServer
 
 
-def _word(value: Any) -> str | bytes:
+def _encode_argument(value: Any) -> str | bytes:
     if isinstance(value, str | bytes):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -38,57 +38,61 @@ def _is_ok(reply: Any) -> Any:
     return reply == "OK" if reply is not None else None
 
 
-def _entries(reply: list[Any]) -> list[tuple[str, dict[str, str]]]:
+def _parse_stream_entries(reply: list[Any]) -> list[tuple[str, dict[str, str]]]:
     return [(id_, dict(zip(flat[::2], flat[1::2], strict=True))) for id_, flat in reply]
 
 
 # What redis-py makes of replies, by command.
-MADE_OF: dict[str, Callable[[Any], Any]] = {
+REPLY_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "SET": _is_ok,
     "FLUSHALL": _is_ok,
     "PING": lambda reply: reply == "PONG",
     "TIME": lambda reply: (int(reply[0]), int(reply[1])),
-    "XRANGE": _entries,
-    "XREVRANGE": _entries,
+    "XRANGE": _parse_stream_entries,
+    "XREVRANGE": _parse_stream_entries,
 }
 
 
-def _perform(server: RedisServer, words: tuple[Any, ...]) -> Any:
-    reply = server.run(tuple([word if type(word) is str else _word(word) for word in words]))
-    made = MADE_OF.get(words[0])
+def _execute(server: SimulatedRedisServer, words: tuple[Any, ...]) -> Any:
+    reply = server.execute(
+        tuple([word if type(word) is str else _encode_argument(word) for word in words])
+    )
+    made = REPLY_CONVERTERS.get(words[0])
     return reply if made is None else made(reply)
 
 
-def _meet(server: RedisServer, words: tuple[Any, ...], timeout_s: float) -> Any:
+def _execute_with_faults(
+    server: SimulatedRedisServer, words: tuple[Any, ...], timeout_s: float
+) -> Any:
     """The reply; the error of a client that finds nobody, or waits for longer than `timeout_s`."""
     faults = server.faults
-    if faults.away:
+    if faults.is_unreachable:
         raise RedisConnectionError("Error 111 connecting to the simulated Redis.")
-    reply = _perform(server, words)
+    reply = _execute(server, words)
     if faults.lost_replies > 0 or faults.delay_s > timeout_s:
         faults.lost_replies = max(faults.lost_replies - 1, 0)
         raise RedisTimeoutError("Timeout reading from the simulated Redis")
     return reply
 
 
-class SimulatedRedis:
+class SimulatedRedisClient:
     """The client for the loop. Time that it waits is the loop's, virtual or not."""
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: SimulatedRedisServer) -> None:
         self.server = server
         self._retry = AsyncRetry(BACKOFF, RETRIES)
 
     async def execute_command(self, *words: Any) -> Any:
         """The reply. Others run between the command and its reply."""
-        if self.server.faults.on_the_way:
-            return await self._retry.call_with_retry(lambda: self._slowly(words), _went_wrong)
-        reply = _perform(self.server, words)
+        if self.server.faults.affects_delivery:
+            return await self._retry.call_with_retry(lambda: self._execute_slowly(words), _on_retry)
+        reply = _execute(self.server, words)
         await asyncio.sleep(0)
         return reply
 
-    async def _slowly(self, words: tuple[Any, ...]) -> Any:
+    async def _execute_slowly(self, words: tuple[Any, ...]) -> Any:
         try:
-            reply = _meet(self.server, words, SOCKET_TIMEOUT_S)
+            reply = _execute_with_faults(self.server, words, SOCKET_TIMEOUT_S)
         except RedisTimeoutError:
             await asyncio.sleep(SOCKET_TIMEOUT_S)
             raise
@@ -99,23 +103,24 @@ class SimulatedRedis:
         """Nothing to close: the client has no connection."""
 
 
-async def _went_wrong(_error: Exception) -> None:
+async def _on_retry(_error: Exception) -> None:
     """The real client closes the connection here."""
 
 
-class SimulatedSyncRedis:
+class SimulatedSyncRedisClient:
     """The client for the renewal thread. No clock passes while it waits."""
 
-    def __init__(self, server: RedisServer) -> None:
+    def __init__(self, server: SimulatedRedisServer) -> None:
         self.server = server
         self._retry = Retry(NoBackoff(), RENEWAL_RETRIES)
 
     def execute_command(self, *words: Any) -> Any:
-        if self.server.faults.on_the_way:
+        if self.server.faults.affects_delivery:
             return self._retry.call_with_retry(
-                lambda: _meet(self.server, words, RENEWAL_TIMEOUT_S), lambda _error: None
+                lambda: _execute_with_faults(self.server, words, RENEWAL_TIMEOUT_S),
+                lambda _error: None,
             )
-        return _perform(self.server, words)
+        return _execute(self.server, words)
 
     def close(self) -> None:
         """Nothing to close: the client has no connection."""

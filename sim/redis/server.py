@@ -23,9 +23,9 @@ try:
 except ImportError:
     from lupa.lua51 import LuaRuntime, lua_type
 
-SOURCES = Path(__file__).parent / "lua"
-MICROSECONDS = 1_000_000
-PARTS = (
+LUA_DIR = Path(__file__).parent / "lua"
+MICROSECONDS_PER_S = 1_000_000
+LUA_MODULES = (
     "json",
     "keyspace",
     "strings",
@@ -37,14 +37,14 @@ PARTS = (
     "server",
 )
 # Errors that the real client has a class for; it leaves the code out of their text.
-CODES: dict[str, type[ResponseError]] = {
+ERROR_CLASSES: dict[str, type[ResponseError]] = {
     "ERR": ResponseError,
     "NOSCRIPT": NoScriptError,
     "OOM": OutOfMemoryError,
 }
 
 
-class Full(StrEnum):
+class FullResource(StrEnum):
     """Why writes are refused; reads go on."""
 
     NO = ""
@@ -58,15 +58,15 @@ class RedisFaults:
     as the real one does: it sends again a few times, and raises what it met last.
     """
 
-    away: bool = False  # no connection; nothing runs
+    is_unreachable: bool = False  # no connection; nothing runs
     lost_replies: int = 0  # so many commands to come run, and their clients are not answered
     delay_s: float = 0.0  # from a command, which runs at once, to its reply
-    full: Full = Full.NO
+    full_resource: FullResource = FullResource.NO
 
     @property
-    def on_the_way(self) -> bool:
+    def affects_delivery(self) -> bool:
         """Whether commands or replies may be lost or late."""
-        return self.away or self.lost_replies > 0 or self.delay_s > 0
+        return self.is_unreachable or self.lost_replies > 0 or self.delay_s > 0
 
 
 class WallClock(Protocol):
@@ -78,48 +78,48 @@ class NotSimulated(NotImplementedError):
     """A command, or a form of it, that State and its scripts did not use when this was written."""
 
 
-class RedisServer:
+class SimulatedRedisServer:
     """An empty server that lives by `clock`, and its faults."""
 
     def __init__(self, clock: WallClock) -> None:
         self.faults = RedisFaults()
         self._clock = clock
-        self._execute, self._copied = _new_server()()
+        self._execute, self._copy_state = _load_server_factory()()
 
-    def run(self, words: tuple[Any, ...]) -> Any:
+    def execute(self, words: tuple[Any, ...]) -> Any:
         """The reply to a command whose words are strings, decoded as by a client that decodes."""
-        now = int(self._clock.wall() * MICROSECONDS)
-        reply = self._execute(now, self.faults.full, *words)
+        now = int(self._clock.wall() * MICROSECONDS_PER_S)
+        reply = self._execute(now, self.faults.full_resource, *words)
         if type(reply) is str or type(reply) is int:
             return reply
         if type(reply) is tuple:
             _, error, *missing = reply
             if error is None:
                 what = missing[0] if missing else ""
-                raise NotSimulated(f"the simulated Redis has no {what}: add it to {SOURCES.name}/")
-            raise typed(error)
-        return _list(reply) if lua_type(reply) == "table" else reply or None
+                raise NotSimulated(f"the simulated Redis has no {what}: add it to {LUA_DIR.name}/")
+            raise make_error(error)
+        return _convert_list(reply) if lua_type(reply) == "table" else reply or None
 
-    def lose(self) -> None:
+    def lose_state(self) -> None:
         """Loses all it has, scripts too, as one that started again without its disk."""
-        self._execute, self._copied = _new_server()()
+        self._execute, self._copy_state = _load_server_factory()()
 
-    def copy(self) -> Any:
+    def copy_state(self) -> Any:
         """What it holds now, for one `restart`."""
-        return self._copied()
+        return self._copy_state()
 
-    def restart(self, held: Any) -> None:
+    def restore_state(self, saved_state: Any) -> None:
         """Starts again with what it held at a `copy`; scripts are gone."""
-        self._execute, self._copied = _new_server()(held)
+        self._execute, self._copy_state = _load_server_factory()(saved_state)
 
 
-def typed(error: str) -> ResponseError:
+def make_error(error: str) -> ResponseError:
     """The error that the real client raises for an error reply."""
     code, _, text = error.partition(" ")
-    return CODES[code](text) if code in CODES else ResponseError(error)
+    return ERROR_CLASSES[code](text) if code in ERROR_CLASSES else ResponseError(error)
 
 
-def _list(table: Any) -> list[Any]:
+def _convert_list(table: Any) -> list[Any]:
     """A reply of several; an error in the midst of it stays in its place, as the real client's."""
     found: list[Any] = []
     for item in table.values():
@@ -128,21 +128,21 @@ def _list(table: Any) -> list[Any]:
         elif item is False:
             found.append(None)
         else:
-            found.append(typed(item["err"]) if item["err"] else _list(item))
+            found.append(make_error(item["err"]) if item["err"] else _convert_list(item))
     return found
 
 
-def _sha1(source: str) -> str:
+def _compute_sha1(source: str) -> str:
     return hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
 
 
 @cache
-def _new_server() -> Callable[..., tuple[Callable[..., Any], Callable[[], Any]]]:
+def _load_server_factory() -> Callable[..., tuple[Callable[..., Any], Callable[[], Any]]]:
     """What makes a server, in the one Lua of this process."""
     lua = LuaRuntime(register_eval=False, register_builtins=False)
     parts = lua.table()
-    for part in PARTS:
-        source = (SOURCES / f"{part}.lua").read_text()
-        made = lua.execute(source, parts, _sha1, name=f"@simulated/{part}.lua")
+    for part in LUA_MODULES:
+        source = (LUA_DIR / f"{part}.lua").read_text()
+        made = lua.execute(source, parts, _compute_sha1, name=f"@simulated/{part}.lua")
     found: Callable[..., tuple[Callable[..., Any], Callable[[], Any]]] = made
     return found

@@ -1,3 +1,3 @@
 """Attention on new accelerators and experts on old ones, modelled on the setups of HeterMoE. Open
-`setups.py` first.
+`paper_setups.py` first.
 """

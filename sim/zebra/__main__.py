@@ -13,37 +13,37 @@ from __future__ import annotations
 import json
 import textwrap
 
-from meshrl.common.hardware.zebra.costs import Costs
-from meshrl.common.hardware.zebra.timeline import makespan
-from meshrl.sim.zebra.figures import (
-    NEAR,
-    K,
-    best_of_all,
-    best_of_swaps,
-    causes,
-    compared,
-    sensitivity,
+from meshrl.common.hardware.zebra.costs import MicroBatchCosts
+from meshrl.common.hardware.zebra.timeline import compute_makespan_s
+from meshrl.sim.zebra.paper_figures import (
+    KIB,
+    TOLERANCE,
+    compute_figures,
+    compute_sensitivity,
+    find_best_of_all,
+    find_best_of_swaps,
+    group_by_cause,
 )
-from meshrl.sim.zebra.runs import plain, with_and_without
+from meshrl.sim.zebra.paper_runs import compare_hosting, compute_plain_costs
 
-ORDERED = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
-SWAPS = 400
+EXHAUSTIVE_CASES = ((1, 2), (2, 2))  # layers and micro-batches of which all orders are tried
+SWAP_COUNT = 400
 
 
-def orders() -> dict[str, float]:
+def measure_order_gaps() -> dict[str, float]:
     """How much shorter a step is by any other order than by that of Theorem 1, at most."""
-    many = [plain("D1", k * K)[0] for k in (4, 16)]
+    many = [compute_plain_costs("D1", k * KIB)[0] for k in (4, 16)]
     # Nothing is sent, and the last piece costs nothing, as in no model.
-    bare = Costs(attention=1.0, experts=0.5)
+    bare = MicroBatchCosts(attention=1.0, experts=0.5)
     gaps: list[float] = []
     bare_gaps: list[float] = []
-    for layers, micros in ORDERED:
-        best = best_of_all(layers, micros, [*many, bare])
-        steps = [makespan(layers, micros, costs) for costs in (*many, bare)]
+    for layers, micros in EXHAUSTIVE_CASES:
+        best = find_best_of_all(layers, micros, [*many, bare])
+        steps = [compute_makespan_s(layers, micros, costs) for costs in (*many, bare)]
         each = [1 - b / s for b, s in zip(best, steps, strict=True)]
         gaps, bare_gaps = gaps + each[:-1], bare_gaps + each[-1:]
     swapped = [
-        1 - best_of_swaps(6, 3, costs, SWAPS, seed) / makespan(6, 3, costs)
+        1 - find_best_of_swaps(6, 3, costs, SWAP_COUNT, seed) / compute_makespan_s(6, 3, costs)
         for seed, costs in enumerate(many)
     ]
     return {
@@ -54,27 +54,32 @@ def orders() -> dict[str, float]:
 
 
 def main() -> None:
-    figures = compared()
+    figures = compute_figures()
     print(f"{'':20}{'':44}{'source':>8}{'here':>8}{'off':>8}")
     for one in figures:
-        print(f"{one.name:20}{one.about:44}{one.source:8.2f}{one.ours:8.2f}{one.off:8.1%}")
-    for cause, far in causes(figures).items():
-        text = f"more than {NEAR:.0%} off, {', '.join(far)}: {cause}."
+        print(
+            f"{one.name:20}{one.description:44}{one.published:8.2f}{one.computed:8.2f}{one.deviation:8.1%}"
+        )
+    for cause, far in group_by_cause(figures).items():
+        text = f"more than {TOLERANCE:.0%} off, {', '.join(far)}: {cause}."
         print(textwrap.fill(text, 100, initial_indent="- ", subsequent_indent="  "))
-    moved = sensitivity()
+    moved = compute_sensitivity()
     names = list(next(iter(moved.values())))
     print(f"\n{'at 4K, 16K and 32K':26}" + "".join(f"{name:>10}" for name in names))
     for assumed, row in moved.items():
         print(f"{assumed:26}" + "".join(f"{row[name]:10.2f}" for name in names))
-    gaps = orders()
+    gaps = measure_order_gaps()
     print(f"\nany other order of tasks saves {gaps['order_gap']:.1%} of a step at most", end="")
     print(f", {gaps['order_gap_bare']:.1%} where transfers and the last piece cost nothing")
-    found: dict[str, object] = {one.name: round(one.ours, 4) for one in figures}
-    found |= {f"{one.name}_off": round(one.off, 4) for one in figures}
-    for model in ("W1", "D1"):  # with the experts that `common/hardware/zebra/asymmetry.py` hosts
-        none, some = with_and_without(model, 4 * K)
-        found[f"asym_{model.lower()}_4k_judged"] = round(none.makespan / some.makespan, 4)
-    found["hidden_d1_8k"] = round(with_and_without("D1", 8 * K)[0].hidden, 4)
+    found: dict[str, object] = {one.name: round(one.computed, 4) for one in figures}
+    found |= {f"{one.name}_off": round(one.deviation, 4) for one in figures}
+    for model in (
+        "W1",
+        "D1",
+    ):  # with the experts that `common/hardware/zebra/expert_hosting.py` hosts
+        none, some = compare_hosting(model, 4 * KIB)
+        found[f"asym_{model.lower()}_4k_judged"] = round(none.makespan_s / some.makespan_s, 4)
+    found["hidden_d1_8k"] = round(compare_hosting("D1", 8 * KIB)[0].hidden_transfer_share, 4)
     found |= {name: round(value, 4) for name, value in gaps.items()}
     found["sensitivity"] = {
         assumed: {name: round(value, 3) for name, value in row.items()}

@@ -6,67 +6,83 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from meshrl.common.hardware.zebra.batches import checked, spread
-from meshrl.common.hardware.zebra.costs import BACKWARD
-from meshrl.common.hardware.zebra.profile import AcceleratorCosts, Profile
-from meshrl.common.hardware.zebra.shapes import CoreShape, costs_of
-from meshrl.common.hardware.zebra.timeline import serial_s
-from meshrl.common.hardware.zebra.together import all_to_all_s, expert_parallel_s, reduced_s
+from meshrl.common.hardware.zebra.core_shapes import CoreShape, compute_costs
+from meshrl.common.hardware.zebra.costs import BACKWARD_FACTOR
+from meshrl.common.hardware.zebra.expert_parallel import (
+    compute_all_reduce_s,
+    compute_all_to_all_s,
+    compute_expert_parallel_s,
+)
+from meshrl.common.hardware.zebra.micro_batches import count_tokens, pack_micro_batches
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, MixtureProfile
+from meshrl.common.hardware.zebra.timeline import compute_serial_s
 
-MICROS = (1, 2, 3, 4, 6, 8)
+MICRO_BATCH_COUNTS = (1, 2, 3, 4, 6, 8)
 
 
-def expert_parallel(
-    profile: Profile, lengths: Mapping[int, int], kinds: Sequence[AcceleratorCosts], ranks: int
+def rate_expert_parallel(
+    profile: MixtureProfile,
+    lengths: Mapping[int, int],
+    kinds: Sequence[AcceleratorCosts],
+    rank_count: int,
 ) -> float:
     """Experts over all of so many accelerators, as evenly as if they always divided."""
-    steps = (expert_parallel_s(profile, lengths, kinds, ranks, ranks, micros) for micros in MICROS)
-    return checked(lengths) / min(step_s for step_s in steps if step_s is not None)
+    steps = (
+        compute_expert_parallel_s(profile, lengths, kinds, rank_count, rank_count, micros)
+        for micros in MICRO_BATCH_COUNTS
+    )
+    return count_tokens(lengths) / min(step_s for step_s in steps if step_s is not None)
 
 
-def ideal(profile: Profile, lengths: Mapping[int, int], fast: int, slow: int) -> float:
+def rate_ideal(profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int) -> float:
     """Both kinds by themselves, added up."""
-    alone = expert_parallel(profile, lengths, [profile.fast], fast)
-    return alone + expert_parallel(profile, lengths, [profile.slow], slow)
+    alone = rate_expert_parallel(profile, lengths, [profile.fast], fast)
+    return alone + rate_expert_parallel(profile, lengths, [profile.slow], slow)
 
 
-def disaggregated(profile: Profile, lengths: Mapping[int, int], shape: CoreShape) -> float:
+def rate_disaggregated(
+    profile: MixtureProfile, lengths: Mapping[int, int], shape: CoreShape
+) -> float:
     """DistEP: divided like `shape`, with nothing hosted and nothing at once."""
-    batches = spread(lengths, shape.attention, profile.attention)
+    batches = pack_micro_batches(lengths, shape.attention_count, profile.attention)
     assert batches is not None
-    costs, _ = costs_of(profile, shape.ranks, batches)
-    summed = shape.step_s - shape.timeline.makespan
-    return checked(lengths) / (serial_s(profile.layers, 1, costs) + summed)
+    costs, _ = compute_costs(profile, shape.ranks, batches)
+    summed = shape.step_s - shape.timeline.makespan_s
+    return count_tokens(lengths) / (compute_serial_s(profile.layers, 1, costs) + summed)
 
 
-def pipeline(profile: Profile, lengths: Mapping[int, int], fast: int, slow: int) -> float | None:
+def rate_pipeline(
+    profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int
+) -> float | None:
     """Whole layers on either kind, as many as its speed is worth: the best of all widths, numbers
     of layers and orders of kinds. Ranks of a stage divide its experts among them, and their
     all-to-all is not hidden; what goes from stage to stage costs nothing.
     """
-    steps = list(_pipelines(profile, lengths, fast, slow))
-    return checked(lengths) / min(steps) if steps else None
+    steps = list(_iterate_pipeline_step_s(profile, lengths, fast, slow))
+    return count_tokens(lengths) / min(steps) if steps else None
 
 
-def _pipelines(
-    profile: Profile, lengths: Mapping[int, int], fast: int, slow: int
+def _iterate_pipeline_step_s(
+    profile: MixtureProfile, lengths: Mapping[int, int], fast: int, slow: int
 ) -> Iterator[float]:
     """Seconds of a step, 1F1B: all stages once, and the slowest for every other micro-batch."""
-    count, tokens = sum(lengths.values()), checked(lengths)
+    count, tokens = sum(lengths.values()), count_tokens(lengths)
     for width in range(1, min(fast, slow) + 1):
         if fast % width or slow % width or count % width:
             continue
         stages = fast // width, slow // width
         micros = count // width
-        each = [_layer_s(profile, lengths, kind, width, micros) for kind in _kinds(profile)]
+        each = [
+            _compute_layer_s(profile, lengths, kind, width, micros) for kind in _get_kinds(profile)
+        ]
         each_head = tokens / (width * micros)
-        curves = [kind.head for kind in _kinds(profile) if kind.head is not None]
-        heads = [curve.of(each_head) * (1 + BACKWARD) for curve in curves]
-        shared = reduced_s(profile, profile.attention_gradient_bytes, width)
+        curves = [kind.head for kind in _get_kinds(profile) if kind.head is not None]
+        heads = [curve.interpolate_s(each_head) * (1 + BACKWARD_FACTOR) for curve in curves]
+        shared = compute_all_reduce_s(profile, profile.attention_gradient_bytes, width)
         for layers in range(stages[0], profile.layers - stages[1] + 1):
             parts = layers, profile.layers - layers
             layer = profile.experts * profile.expert_bytes / width  # on a rank
-            each_part = zip(parts, stages, _kinds(profile), strict=True)
+            each_part = zip(parts, stages, _get_kinds(profile), strict=True)
             if any(-(-n // of) * layer > kind.memory_bytes for n, of, kind in each_part):
                 continue
             for last in (0, 1):
@@ -76,18 +92,22 @@ def _pipelines(
                 yield whole + (micros - 1) * max(slowest, end) + shared
 
 
-def _kinds(profile: Profile) -> tuple[AcceleratorCosts, AcceleratorCosts]:
+def _get_kinds(profile: MixtureProfile) -> tuple[AcceleratorCosts, AcceleratorCosts]:
     return profile.fast, profile.slow
 
 
-def _layer_s(
-    profile: Profile, lengths: Mapping[int, int], kind: AcceleratorCosts, width: int, micros: int
+def _compute_layer_s(
+    profile: MixtureProfile,
+    lengths: Mapping[int, int],
+    kind: AcceleratorCosts,
+    width: int,
+    micro_batches: int,
 ) -> float:
     """A micro-batch forward and backward through a layer."""
     assert kind.attention is not None
-    batches = spread(lengths, width * micros, kind.attention)
+    batches = pack_micro_batches(lengths, width * micro_batches, kind.attention)
     assert batches is not None
-    rows = batches.tokens * profile.experts_per_token
-    compute = batches.seconds(kind.attention) + kind.experts.of(rows)
-    sent = all_to_all_s(profile, batches.tokens * (width - 1) / width)
+    rows = batches.max_tokens * profile.experts_per_token
+    compute = batches.compute_max_s(kind.attention) + kind.experts.interpolate_s(rows)
+    sent = compute_all_to_all_s(profile, batches.max_tokens * (width - 1) / width)
     return compute * (1 + profile.backward) + 4 * sent

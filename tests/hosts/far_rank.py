@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from meshrl.common.api.ranks import Meeting
+from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.errors import RankLost
-from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.base.host.interfaces import find_address
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.weights.ways.meeting import listen
-from meshrl.services.trainer.ranks import interfaces
-from meshrl.services.trainer.ranks.rank import Rank, of_the_group
+from meshrl.common.weights.transports.rendezvous import open_listener
+from meshrl.services.trainer.ranks import network_interface
+from meshrl.services.trainer.ranks.rank import Rank, is_collective_error
 from tests.unit.trainer.ranks.batches_under_test import (
     bins_of_step,
     given_weights,
@@ -41,24 +41,28 @@ def say(what: str, value: Any) -> None:
 def met(rank: Rank, generation: int, addresses: list[str], deadline_s: float) -> None:
     """Says how long it took."""
     own = addresses[rank.rank]
-    interface = interfaces.wide(MeshSettings("", "", bind=f"tcp://{own}:*"))
-    assert address_of(interface) == own, interface
+    interface = network_interface.find_rank_interface(MeshSettings("", "", bind=f"tcp://{own}:*"))
+    assert find_address(interface) == own, interface
     where = f"tcp://{addresses[0]}:{PORT + generation}/{generation}"
-    door = listen(own, range(PORT + generation, PORT + generation + 1)) if rank.rank == 0 else None
+    door = (
+        open_listener(own, range(PORT + generation, PORT + generation + 1))
+        if rank.rank == 0
+        else None
+    )
     with door or contextlib.nullcontext():
         began = time.monotonic()
-        rank.form(Meeting(generation, where, deadline_s, addresses), interface, door)
+        rank.join(Rendezvous(generation, where, deadline_s, addresses), interface, door)
     say("met", time.monotonic() - began)
-    names = list(rank.learner.outline(False))
-    rank.learner.take(names, given_weights("plain") if rank.rank == 0 else None)
+    names = list(rank.learner.get_meta_tensors(False))
+    rank.learner.scatter_weights(names, given_weights("plain") if rank.rank == 0 else None)
 
 
 def stepped(rank: Rank, step: int) -> str:
     """A digest of the weights after a step."""
-    rank.begin()
-    rank.compute(0, [bins_of_step(step)[rank.rank]])
-    rank.apply(1, 100.0, 1.0)
-    whole = [p.full_tensor() for p in rank.learner.weights().values()]  # type: ignore[attr-defined]
+    rank.begin_step()
+    rank.compute_round(0, [bins_of_step(step)[rank.rank]])
+    rank.apply_gradient(1, 100.0, 1.0)
+    whole = [p.full_tensor() for p in rank.learner.get_weights().values()]  # type: ignore[attr-defined]
     return hashlib.sha256(b"".join(t.numpy().tobytes() for t in whole)).hexdigest()
 
 
@@ -69,7 +73,7 @@ def lost(rank: Rank, step: int) -> float:
         try:
             stepped(rank, step)
         except RuntimeError as error:
-            if of_the_group(error):
+            if is_collective_error(error):
                 return time.monotonic() - began
             raise
 

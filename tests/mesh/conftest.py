@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
+from meshrl.launch.head.mesh_shape import MeshShape
 from tests.mesh.running import Run
 
 
@@ -35,7 +35,7 @@ async def mesh(
     """A mesh of this process, with what the module says of its `HEAD`; else without workers."""
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
     head = getattr(request.module, "HEAD", (MeshShape(workers=0),))
-    launcher = Launcher(MeshPlace(tmp_path / "head"), *head)
+    launcher = Launcher(MeshPaths(tmp_path / "head"), *head)
     await launcher.start()
     yield launcher
     await launcher.stop()

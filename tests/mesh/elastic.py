@@ -18,23 +18,23 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from meshrl.common.api.transfer import bulk as bulk_api
-from meshrl.common.api.weights import Group
+from meshrl.common.api.transfer import bulk_permissions as bulk_api
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding.blob import pack
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, SETTINGS_ENV, MeshSettings
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import events, groups, jobs, registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.pool.workers.rows import Apart
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.pool.workers.rows import ExpertSplit
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.weight_store import put
-from meshrl.job import bundle, jobfile
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.weight_store_client import put_chunk
+from meshrl.job import bundle, job_reader
 from tests.load import scaled
 from tests.meshes import SECRET
 from tests.nursery import TestNursery
@@ -60,13 +60,13 @@ class ElasticMesh:
         self.host = SystemHost()
         self.children: dict[str, SystemChild] = {}
         self._nursery = TestNursery()
-        self.state: State
+        self.state: StateClient
         self.mesh: Mesh  # as a trainer, who may ask for weights
         self.worker: Mesh  # as who may ask a role process to drain
         self.token = 0
 
     async def open(self) -> None:
-        server = embedded.command(self.directory / "r")
+        server = embedded_server.prepare_server(self.directory / "r")
         self._spawn("redis", server.argv)
         self._nursery.start()
         settings = MeshSettings(server.url, str(self.directory), host="here", secret=SECRET)
@@ -77,18 +77,18 @@ class ElasticMesh:
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
-                    self.state = await State.open(server.url, connect_s=scaled(1))
+                    self.state = await StateClient.open(server.url, connect_timeout_s=scaled(1))
                     break
                 except StateUnavailable:
                     await asyncio.sleep(0.05)
         for host in ("here", "there"):
-            await doors.admit_host(self.state, host)
+            await credentials.admit_host(self.state, host)
         self.run("weights", "meshrl.services.weights", [])
         self.mesh = await Mesh.open("test", "trainer", settings)
         self.mesh.start()
         self.worker = await Mesh.open("worker/test", "worker", settings)
         self.bulk = BulkClient(self.mesh)
-        entry = registry.Entry(SHARD, "rollout", incarnation=uuid.uuid4().hex)
+        entry = registry.RegistryEntry(SHARD, "rollout", incarnation=uuid.uuid4().hex)
         self.token = await registry.register(self.state, entry, 600_000)
 
     async def close(self) -> None:
@@ -137,7 +137,7 @@ class ElasticMesh:
         return self.children[name].poll() is not None
 
     def stands_still(self, name: str) -> bool:
-        usage = self.children[name].usage()
+        usage = self.children[name].read_usage()
         return usage is not None and usage.state == "T"
 
     def stop(self, name: str) -> None:
@@ -183,7 +183,7 @@ class Training:
         """`others`: the module that ranks beside the first run, on `host`."""
         self.elastic, self.job, self.ranks, self._others = elastic, job, ranks, others
         self.host = host
-        self.apart: Apart | None = None  # how ranks that start from now on divide a mixture
+        self.apart: ExpertSplit | None = None  # how ranks that start from now on divide a mixture
         self.rank_deadline_s = scaled(10.0)  # that a healthy rank meets, on a slow machine too
         self.accelerators = [""] * ranks  # what they are on
         self._admitted: list[groups.AdmittedGroup] = []
@@ -201,16 +201,16 @@ class Training:
             "budget.steps": STEPS,
             "algorithm.max_staleness": STEPS,
         } | {key.replace("__", "."): value for key, value in settings.items()}
-        config, base = jobfile.load(JOB_FILE, [f"{k}={v}" for k, v in values.items()])
+        config, base = job_reader.load_config(JOB_FILE, [f"{k}={v}" for k, v in values.items()])
         run_dir = elastic.directory / self.job
-        _, document = bundle.pack(config, base, run_dir)
+        _, document = bundle.pack_bundle(config, base, run_dir)
         await jobs.submit(elastic.state, self.job, document, str(run_dir), uuid.uuid4().hex)
         await self.start_core()
         for rank in range(1, self.ranks):
             await self.start_rank(rank)
         await elastic.until(f"{self.job} has begun", self._begun)
         await jobs.set_phase(elastic.state, self.job, jobs.Phase.TRAINING, elastic.token, SHARD)
-        self._admitted = await groups.admit(
+        self._admitted = await groups.admit_groups(
             elastic.state, self.job, SHARD, elastic.token, STEPS * GROUPS, uuid.uuid4().hex
         )
         assert len(self._admitted) == STEPS * GROUPS
@@ -229,7 +229,7 @@ class Training:
         await self._rank_main(f"hybrid/{gang}", gang=gang, module=module, host=host)
 
     def _of_ranks(self, rank: int) -> list[str]:
-        apart = [] if self.apart is None else ["--apart", json.dumps(self.apart.told())]
+        apart = [] if self.apart is None else ["--apart", json.dumps(self.apart.to_list())]
         return ["--rank", str(rank), "--ranks", str(self.ranks), *apart]
 
     async def _rank_main(
@@ -245,7 +245,7 @@ class Training:
         self.elastic.run(name, module, [*place, *more], host, device)
 
     async def _begun(self) -> bool:
-        row = await jobs.job(self.elastic.state, self.job)
+        row = await jobs.read_job(self.elastic.state, self.job)
         core = await self.elastic.stats(f"trainer/{self.job}")
         return row.version == 0 and row.phase == "baseline" and core.get("ready") is True
 
@@ -257,10 +257,10 @@ class Training:
         start, self._released = self._released, self._released + steps * GROUPS
         for admitted in self._admitted[start : self._released]:
             content = pack(group(admitted.group))
-            digest = await put(
+            digest = await put_chunk(
                 elastic.mesh, elastic.bulk, content, "a group", space=bulk_api.GROUPS
             )
-            await groups.group_ready(
+            await groups.mark_group_ready(
                 elastic.state,
                 self.job,
                 SHARD,
@@ -270,7 +270,7 @@ class Training:
             )
 
     async def done(self) -> int:
-        return (await jobs.job(self.elastic.state, self.job)).steps_done
+        return (await jobs.read_job(self.elastic.state, self.job)).steps_done
 
     async def train(self, steps: int) -> None:
         """Releases so many further steps and waits until they are committed."""
@@ -304,19 +304,19 @@ class Training:
 
     async def weights(self) -> Mapping[str, Tensor]:
         """Of the current version."""
-        row = await jobs.job(self.elastic.state, self.job)
+        row = await jobs.read_job(self.elastic.state, self.job)
         mesh, bulk = self.elastic.mesh, self.elastic.bulk
-        return (await Receiver(mesh, bulk).receive(row.manifest)).tensors
+        return (await WeightReceiver(mesh, bulk).receive(row.manifest)).tensors
 
 
-def group(number: int) -> Group:
+def group(number: int) -> TrajectoryGroup:
     """Four trajectories and their rewards, the same whenever and for whomever it is made."""
     random = np.random.default_rng(number)
     lengths = random.integers(12, 40, MEMBERS).astype(np.int32)
     prompt = 4
     own = np.concatenate([np.arange(length) >= prompt for length in lengths])
     noise = 0.1 * random.standard_normal(len(own))
-    return Group(
+    return TrajectoryGroup(
         group=number,
         prompt=number,
         lengths=lengths,

@@ -17,8 +17,8 @@ import redis
 from redis import Redis
 
 from meshrl.common.records import ledger
-from meshrl.common.records.ledger import Kind
-from meshrl.view.recording.audit import audit
+from meshrl.common.records.ledger import RecordKind
+from meshrl.view.recording.audit import audit_run
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[2]
@@ -155,11 +155,13 @@ class Run:
         return found
 
     def audit(self) -> dict[str, Any]:
-        return audit(self.directory)
+        return audit_run(self.directory)
 
-    def in_ledger(self, kind: Kind) -> int:
+    def in_ledger(self, kind: RecordKind) -> int:
         """How many records of a kind the ledger of the first shard holds now."""
-        return sum(record.kind is kind for record in ledger.read(self.directory / "ledger/shard-0"))
+        return sum(
+            record.kind is kind for record in ledger.iter_records(self.directory / "ledger/shard-0")
+        )
 
     def copy_ledger(self, to: Path) -> Path:
         shutil.copytree(self.directory / "ledger/shard-0", to)

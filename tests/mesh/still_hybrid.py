@@ -10,25 +10,25 @@ import signal
 
 from meshrl.common.api.trainer import RoundLease, RoundResult
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
 from meshrl.common.state import jobs
-from meshrl.common.state.pool.workers.seat import Seat, parser
+from meshrl.common.state.pool.workers.placement import Placement, build_parser
 from meshrl.services.trainer.hybrids.hybrid import Hybrid
-from meshrl.services.trainer.initial.beginning import fresh_learner
+from meshrl.services.trainer.initialization.initial_weights import create_learner
 
 
 class StillHybrid(Hybrid):
-    async def _compute(self, lease: RoundLease) -> RoundResult:
+    async def _compute_round(self, lease: RoundLease) -> RoundResult:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return await super()._compute(lease)
+        return await super()._compute_round(lease)
 
 
-async def main(seat: Seat) -> None:
+async def main(seat: Placement) -> None:
     mesh = await Mesh.open(f"hybrid/{seat.resident}", "hybrid", MeshSettings.from_env())
-    row = await jobs.job(mesh.state, seat.job)
-    data = JobData.of(seat.job, row.document, row.run_dir)
-    hybrid = StillHybrid(mesh, data, seat, fresh_learner(data))
-    await mesh.join(hybrid, stats=hybrid.published, bulk_address=hybrid.outbox.address)
+    row = await jobs.read_job(mesh.state, seat.job)
+    data = JobData.from_document(seat.job, row.document, row.run_dir)
+    hybrid = StillHybrid(mesh, data, seat, create_learner(data))
+    await mesh.join(hybrid, stats=hybrid.collect_stats, bulk_address=hybrid.outbox.address)
     try:
         await hybrid.serve()
     finally:
@@ -36,5 +36,5 @@ async def main(seat: Seat) -> None:
 
 
 if __name__ == "__main__":
-    seat = Seat.of(parser(__doc__).parse_args())
-    run(lambda: main(seat))
+    seat = Placement.from_args(build_parser(__doc__).parse_args())
+    run_service(lambda: main(seat))

@@ -10,14 +10,19 @@ from typing import Any
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state import events, leader
-from meshrl.common.state.pool.placing.decisions import Decision, Place, Remove, Why
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    PlaceInstance,
+    Rationale,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import Gang, Role
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import MESH, PLANNER
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX, PLANNER_ELECTION
 from meshrl.services.planner.planner import LEASE_MS
-from meshrl.sim.redis.state import state_on
+from meshrl.sim.redis.simulated_state import open_state_on
 from tests.mesh.simulated.test_planned_meshes import PlannedMesh, done
 from tests.mesh.simulated.worlds import BareWorld, on_bare_world
 from tests.stories import story_on
@@ -25,7 +30,7 @@ from tests.stories import story_on
 TERM_S = LEASE_MS / 1000
 
 
-class WatchedState(State):
+class WatchedState(StateClient):
     """Counts what is read, and lets something happen before or after a script runs."""
 
     def __init__(self, *parts: Any) -> None:
@@ -34,17 +39,17 @@ class WatchedState(State):
         self.unanswered: set[str] = set()
         self.largest = 0  # characters of an answer
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         if happens := self.before.pop(script, None):
             await happens()
-        answer = await super().run(script, keys, *args)
+        answer = await super().run_script(script, keys, *args)
         if script in self.unanswered:
             self.unanswered.remove(script)
             raise StateUnavailable(f"the answer to {script} was lost")
         return answer
 
-    async def command(self, *words: Any, **limits: Any) -> Any:
-        reply = await super().command(*words, **limits)
+    async def run_command(self, *words: Any, **limits: Any) -> Any:
+        reply = await super().run_command(*words, **limits)
         self.largest = max(self.largest, len(repr(reply)))
         return reply
 
@@ -54,9 +59,9 @@ class Led(PlannedMesh):
 
     def __init__(self, world: BareWorld) -> None:
         super().__init__(world)
-        self.state = state_on(world.redis.server, WatchedState, world.clock)
+        self.state = open_state_on(world.redis.server, WatchedState, world.clock)
         world.state = self.state
-        world.around.state_of = lambda process: self.state
+        world.around.open_state = lambda process: self.state
 
     async def open(self) -> None:
         await self.start(JobConfig())
@@ -66,19 +71,21 @@ class Led(PlannedMesh):
         assert await self.roles() == ["training", "rollout", "rollout"]
 
     async def gang_of(self, worker: str) -> Gang:
-        row = await pool.worker_row(self.state, worker)
+        row = await pool.read_worker(self.state, worker)
         assert row is not None
-        found = await pool.gang(self.state, row.gang)
+        found = await pool.read_gang(self.state, row.gang)
         assert found is not None
         return found
 
     async def asks(self, worker: str, role: str) -> None:
         """A person does."""
-        await pool.request(self.state, PoolRequest("asked", "move", worker=worker, role=role))
+        await pool.submit_request(
+            self.state, PoolRequest("asked", "move", worker=worker, role=role)
+        )
 
     async def resigned(self) -> None:
         """The planner that leads no longer does."""
-        await self.state.command("DEL", f"{MESH}:leader:{PLANNER}")
+        await self.state.run_command("DEL", f"{MESH_PREFIX}:leader:{PLANNER_ELECTION}")
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
         return [e.fields for e in await events.read_all(self.state) if e.kind == kind]
@@ -99,19 +106,22 @@ async def test_a_move_that_another_leader_made_meanwhile_is_not_made_again(mesh:
     async def another_leads() -> None:
         """It makes the move, and later moves the worker back."""
         await mesh.resigned()
-        token = await leader.campaign(mesh.state, PLANNER, "another", LEASE_MS)
+        token = await leader.campaign(mesh.state, PLANNER_ELECTION, "another", LEASE_MS)
         gang = await mesh.gang_of("w1")
         [engine] = gang.residents
         for number, role in enumerate((Role.TRAINING, Role.ROLLOUT), 1):
             moved = replace(engine, id=f"{gang.id}.{number}", role=role, pinned=True)
-            left = Remove(gang.id, f"{gang.id}.{number - 1}", Why("user"))
-            made: list[Decision] = [left, Place(gang.id, moved, Why("user"), op="asked")]
-            await pool.write(mesh.state, token, f"to {role}", made, None)
+            left = RemoveInstance(gang.id, f"{gang.id}.{number - 1}", Rationale("user"))
+            made: list[Decision] = [
+                left,
+                PlaceInstance(gang.id, moved, Rationale("user"), op="asked"),
+            ]
+            await pool.write_decisions(mesh.state, token, f"to {role}", made, None)
 
     mesh.state.before["write"] = another_leads
     await mesh.asks("w1", "training")
     await mesh.clock.sleep(2 * TERM_S + 10.0)
-    assert (await leader.leader(mesh.state, PLANNER))[0].startswith("planner/0")
+    assert (await leader.read_leader(mesh.state, PLANNER_ELECTION))[0].startswith("planner/0")
     assert await moved_to(mesh) == ["training", "rollout"]
 
 
@@ -144,12 +154,12 @@ async def test_a_move_that_is_under_way_is_finished_by_the_next_leader(mesh: Led
     began = await mesh.told("desired")
     gang = await mesh.gang_of("w1")
     [resident] = gang.residents
-    assert not resident.settled
+    assert not resident.is_reconciled
     await mesh.resigned()
     await mesh.clock.sleep(5.0)
     assert await mesh.told("move") == []
     report = done(resident, 0, slow.mesh.token)
-    await pool.report(mesh.state, "w1", gang.id, resident.id, report)
+    await pool.report_instance(mesh.state, "w1", gang.id, resident.id, report)
     await mesh.clock.sleep(5.0)
     await mesh.resigned()
     await mesh.clock.sleep(5.0)

@@ -21,25 +21,30 @@ from aiohttp import web
 from safetensors.torch import load
 from torch import Tensor
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import MeshError, PeerLost, Refused
-from meshrl.common.generation.contract import FlushPiece, Request
+from meshrl.common.generation.engine_contract import GenerationRequest, RequestOutput
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import OUTSIDE, WHOLE, fused_parts, state_to_hf
-from meshrl.services.engine.sglang import reading_back, v0_5
-from meshrl.services.engine.sglang.control import Control, HealthWatch
-from meshrl.services.engine.sglang.engine import ServedEngine, SGLangEngine
-from meshrl.services.engine.sglang.http import Http
-from meshrl.services.engine.sglang.requests import Requests
-from meshrl.services.engine.sglang.weights import FromDisk, WeightTransport
+from meshrl.common.model.files.hf_writer import (
+    GLOBAL_TENSOR_NAMES,
+    LAYER_TENSOR_NAMES,
+    get_fused_parts,
+    state_to_hf,
+)
+from meshrl.services.engine.sglang import readback, v0_5
+from meshrl.services.engine.sglang.control import HealthWatch, ServerControl
+from meshrl.services.engine.sglang.engine import ServerInfo, SGLangEngine
+from meshrl.services.engine.sglang.http_client import HttpClient
+from meshrl.services.engine.sglang.server_requests import ServerRequests
+from meshrl.services.engine.sglang.weight_transports import DiskTransport, ServerWeightTransport
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY, built_in, decoder, text_of
 
 WIDE = -(-TINY.ffn_size // v0_5.INNER_ROWS) * v0_5.INNER_ROWS  # SGLang's MLP on a CPU
 BETWEEN_S = 0.002  # two steps: a client has time to say something meanwhile
 ANSWER_S = 60.0
-ENDS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
+ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 class Counterpart:
@@ -61,15 +66,15 @@ class Counterpart:
         self.theirs = dict(state_to_hf(TINY, decoder().state_dict()))
         self.label, self.stands = "0", False
         self._numbers: dict[str, int] = {}  # of requests, by rid
-        self._heard: dict[int, asyncio.Queue[FlushPiece]] = {}
+        self._heard: dict[int, asyncio.Queue[RequestOutput]] = {}
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="counterpart", daemon=True).start()
-        self.http: Http = self.run(self._serve(slots))
+        self.http: HttpClient = self.run(self._serve(slots))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(scaled(ANSWER_S))
 
-    async def _serve(self, slots: int) -> Http:
+    async def _serve(self, slots: int) -> HttpClient:
         app = web.Application(client_max_size=1 << 30, middlewares=[self._while_it_lives])
         answers = {
             v0_5.PAUSE: self._pause,
@@ -80,7 +85,7 @@ class Counterpart:
             v0_5.RESUME: self._nothing,
             v0_5.LOAD_ADAPTER: self._load_adapter,
             v0_5.UNLOAD_ADAPTER: self._unload_adapter,
-            v0_5.READ_BACK: self._read_back,
+            v0_5.WEIGHTS_CHECKER: self._read_back,
         }
         for path, answer in answers.items():
             app.router.add_post(path, answer)
@@ -91,7 +96,7 @@ class Counterpart:
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
         self._steps = asyncio.create_task(self._step())
-        return Http(f"http://127.0.0.1:{self._runner.addresses[0][1]}", slots)
+        return HttpClient(f"http://127.0.0.1:{self._runner.addresses[0][1]}", slots)
 
     @web.middleware
     async def _while_it_lives(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -123,16 +128,16 @@ class Counterpart:
             await asyncio.sleep(BETWEEN_S)
 
     def _drain(self) -> None:
-        flush = self.engine.drain()
+        flush = self.engine.drain_outputs()
         if flush is None:
             return
         ends = np.cumsum(flush.counts)
         for i, number in enumerate(flush.ids.tolist()):
             part = slice(int(ends[i] - flush.counts[i]), int(ends[i]))
-            piece = FlushPiece(
+            piece = RequestOutput(
                 number, flush.tokens[part], flush.logprobs[part], flush.versions[part]
             )
-            piece.finish = Finish(flush.finish[i])
+            piece.finish_reason = FinishReason(flush.finish_reasons[i])
             if number in self._heard:
                 self._heard[number].put_nowait(piece)
 
@@ -144,7 +149,7 @@ class Counterpart:
         how, number = body["sampling_params"], len(self._numbers)
         self._numbers[body["rid"]] = number
         heard = self._heard[number] = asyncio.Queue()
-        asked = Request(
+        asked = GenerationRequest(
             number,
             np.array(body["input_ids"], np.int32),
             how["max_new_tokens"],
@@ -158,13 +163,13 @@ class Counterpart:
         response = web.StreamResponse()
         await response.prepare(request)
         pairs: list[tuple[float, int, None]] = []
-        finish = Finish.RUNNING
+        finish = FinishReason.RUNNING
         try:
-            while finish == Finish.RUNNING:
+            while finish == FinishReason.RUNNING:
                 piece = await heard.get()
                 values = zip(piece.logprobs.tolist(), piece.tokens.tolist(), strict=True)
                 pairs += [(logprob, token, None) for logprob, token in values]
-                finish = piece.finish
+                finish = piece.finish_reason
                 meta = {
                     "completion_tokens": len(pairs),
                     "output_token_logprobs": pairs,
@@ -222,7 +227,7 @@ class Counterpart:
         return web.json_response({"success": True, "message": ""})
 
     def _apply(self, version: int) -> None:
-        self.engine.swap(ours(self.theirs), version)
+        self.engine.update_weights(ours(self.theirs), version)
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -232,7 +237,7 @@ class Counterpart:
         name, about = body["lora_name"], body["config_dict"]
         [content] = body["serialized_named_tensors"]
         theirs = pickle.loads(base64.b64decode(content))
-        why = "" if name not in self.engine.adapters else f"{name} is loaded already"
+        why = "" if name not in self.engine.adapter_versions else f"{name} is loaded already"
         for parts in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
             if sum(part in about["target_modules"] for part in parts) not in (0, len(parts)):
                 why = f"{about['target_modules']} lack some of {parts}"
@@ -248,7 +253,7 @@ class Counterpart:
 
     async def named(self) -> list[str]:
         """The adapters that it has, as it was told to call them."""
-        return list(self.engine.adapters)
+        return list(self.engine.adapter_versions)
 
     async def _unload_adapter(self, request: web.Request) -> web.Response:
         self.engine.unload_adapter((await request.json())["lora_name"])
@@ -257,8 +262,8 @@ class Counterpart:
     async def _read_back(self, request: web.Request) -> web.Response:
         """Digests of what it has, under the names of a server's fused matrices."""
         assert (await request.json())["action"] == "checksum"
-        has = reading_back.laid_out(TINY, self.theirs)
-        told = {name: reading_back.digest(tensor) for name, tensor in has}
+        has = readback.to_server_layout(TINY, self.theirs)
+        told = {name: readback.compute_digest(tensor) for name, tensor in has}
         return web.json_response({"success": True, "ranks": [{"checksums": told}]})
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -270,13 +275,15 @@ class Counterpart:
 
 def ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state of a dense decoder of Hugging Face's tensors."""
-    state = {name: theirs[source] for name, source in OUTSIDE.items() if source in theirs}
+    state = {
+        name: theirs[source] for name, source in GLOBAL_TENSOR_NAMES.items() if source in theirs
+    }
     for layer in range(TINY.layers):
         own, prefix = f"layers.{layer}.", f"model.layers.{layer}."
-        for name, source in WHOLE.items():
+        for name, source in LAYER_TENSOR_NAMES.items():
             if prefix + source in theirs:
                 state[own + name] = theirs[prefix + source]
-        for name, parts in fused_parts(TINY).items():
+        for name, parts in get_fused_parts(TINY).items():
             if all(prefix + part in theirs for part in parts):
                 state[own + name] = torch.cat([theirs[prefix + part] for part in parts])
     return state
@@ -308,15 +315,15 @@ def engine(
     adapters: bool = True,
     read_back: bool = False,
     clock: Clock | None = None,
-    transport: WeightTransport | None = None,
+    transport: ServerWeightTransport | None = None,
     config: ModelConfig = TINY,
 ) -> SGLangEngine:
     """The adapter, with the weights of `decoder()` in place as version 0."""
     watch = HealthWatch(server.http, server.lost)
-    way = transport or FromDisk(server.http, directory)
-    control, clock = Control(server.http, watch, way, clock=clock), clock or SystemClock()
-    requests = Requests(server.http, config.ids_end, slots, max_length, text_of, clock)
-    served = ServedEngine(adapters=adapters, read_back=read_back)
+    way = transport or DiskTransport(server.http, directory)
+    control, clock = ServerControl(server.http, watch, way, clock=clock), clock or SystemClock()
+    requests = ServerRequests(server.http, config.token_id_end, slots, max_length, text_of, clock)
+    served = ServerInfo(has_adapters=adapters, read_back=read_back)
     made = SGLangEngine(server.http, control, config, requests, served)
     made.wake(decoder(config=config).state_dict(), 0)
     return made

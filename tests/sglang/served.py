@@ -15,8 +15,8 @@ from typing import Any
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.services.engine.sglang.engine import SGLangEngine, attach
-from meshrl.services.engine.sglang.server import Launch, SGLangServer
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
+from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
 from tests.load import scaled
 from tests.sglang.interpreter import python
 from tests.unit.common.generation.engines_under_test import TINY, decoder, text_of
@@ -29,7 +29,7 @@ def start(place: Path | None = None, **more: Any) -> SGLangServer:
     """From the main thread, as the server ends with the thread that started it. Afterwards the loop
     runs on another one: tests take the place of an engine's thread."""
     place = place or Path(tempfile.mkdtemp(prefix="sglang-"))
-    how = Launch(str(python()), place, SLOTS, MAX_LENGTH, **more)
+    how = LaunchConfig(str(python()), place, SLOTS, MAX_LENGTH, **more)
     loop = asyncio.new_event_loop()
     server = loop.run_until_complete(
         SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=scaled(START_S))
@@ -40,7 +40,7 @@ def start(place: Path | None = None, **more: Any) -> SGLangServer:
 
 def stop(server: SGLangServer) -> None:
     server.http.spawn(server.stop()).result(scaled(STOP_S))
-    shutil.rmtree(server.launch.directory)
+    shutil.rmtree(server.launch_config.directory)
 
 
 class Shared:
@@ -61,7 +61,7 @@ def engine(slots: int = 4, max_length: int = 128, seed: int = 0, **more: Any) ->
     """An engine with the weights of `decoder(seed)`; the one before has left its server idle."""
     release()
     more = {"decode": text_of, **more}
-    Shared.engine = attach(server(), TINY, slots, max_length, **more)
+    Shared.engine = attach_engine(server(), TINY, slots, max_length, **more)
     Shared.engine.wake(decoder(seed).state_dict(), 0)
     return Shared.engine
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from meshrl.common.base.errors import RemoteFailure
-from meshrl.common.generation.contract import Request
-from meshrl.common.model.architecture.projections import targeted
-from meshrl.common.model.files.hf import state_to_hf
-from meshrl.services.engine.sglang import reading_back, v0_5
-from meshrl.services.engine.sglang.engine import SGLangEngine, attach
-from meshrl.services.engine.sglang.server import Adapting, SGLangServer
-from meshrl.services.engine.sglang.weights import inline
+from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.model.architecture.projections import resolve_targets
+from meshrl.common.model.files.hf_writer import state_to_hf
+from meshrl.services.engine.sglang import readback, v0_5
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
+from meshrl.services.engine.sglang.server import AdapterLimits, SGLangServer
+from meshrl.services.engine.sglang.weight_transports import pickle_inline
 from tests.load import scaled
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
@@ -37,18 +37,20 @@ GAP = 1e-4  # of a log-probability from the merged model's, in float32
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[SGLangServer]:
-    made = served.start(adapters=Adapting(8, tuple(targeted(TINY, ()))), read_back=True)
+    made = served.start(
+        adapter_limits=AdapterLimits(8, tuple(resolve_targets(TINY, ()))), read_back=True
+    )
     yield made
     served.stop(made)
 
 
 @pytest.fixture
 def engine(server: SGLangServer) -> Iterator[SGLangEngine]:
-    made = attach(server, TINY, 4, 128)
+    made = attach_engine(server, TINY, 4, 128)
     made.wake(decoder().state_dict(), 0)
     yield made
     try:
-        for name in list(made.adapters):
+        for name in list(made.adapter_versions):
             made.unload_adapter(name)
         there(server, made, [])
     finally:
@@ -60,7 +62,7 @@ def there(server: SGLangServer, engine: SGLangEngine, wanted: Sequence[str]) -> 
     found: list[str] = []
     until = time.monotonic() + scaled(LEFT_S)
     while time.monotonic() < until:
-        engine._sweep_adapters()
+        engine._unload_unused_adapters()
         told = server.http.call("GET", MODELS, deadline_s=scaled(20.0))["data"]
         found = sorted(m["id"].rpartition(".")[0] for m in told if m.get("parent"))
         if found == sorted(wanted):
@@ -69,7 +71,7 @@ def there(server: SGLangServer, engine: SGLangEngine, wanted: Sequence[str]) -> 
     pytest.fail(f"the server has {found}")
 
 
-def asked(count: int = 12) -> list[Request]:
+def asked(count: int = 12) -> list[GenerationRequest]:
     """Several for each of two adapters and the bare model, so that batches are mixed."""
     names = ("a", "b", "")
     return [
@@ -89,7 +91,7 @@ def test_mixed_batches_are_as_the_merged_models(server: SGLangServer, engine: SG
     gaps = []
     for name in versions:
         merged = with_adapter(factors[name]) if name else decoder()
-        engine.swap(merged.state_dict(), 1)
+        engine.update_weights(merged.state_dict(), 1)
         for r in asked():
             if r.adapter == name:
                 scored = engine.score(np.array([*r.tokens, *heard[r.id].tokens], np.int32))
@@ -102,7 +104,7 @@ def test_a_score_is_of_the_adapter(engine: SGLangEngine) -> None:
     engine.load_adapter("a", adapter(1), SCALE, 10)
     row = np.array([1, 2, 3, 4, 5], np.int32)
     beside = engine.score(row, "a")
-    engine.swap(with_adapter(adapter(1)).state_dict(), 1)
+    engine.update_weights(with_adapter(adapter(1)).state_dict(), 1)
     np.testing.assert_allclose(beside, engine.score(row), atol=GAP)
 
 
@@ -114,7 +116,7 @@ def test_parts_of_a_matrix_that_are_not_adapted_stay_as_they_are(
     engine.load_adapter("a", factors, SCALE, 10)
     row = np.array([1, 2, 3, 4, 5], np.int32)
     beside = engine.score(row, "a")
-    engine.swap(with_adapter(factors).state_dict(), 1)
+    engine.update_weights(with_adapter(factors).state_dict(), 1)
     np.testing.assert_allclose(beside, engine.score(row), atol=GAP)
 
 
@@ -137,7 +139,7 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before(
     engine.load_adapter("a", adapter(1), SCALE, 10)
     with pytest.raises(RemoteFailure, match="max-lora-rank"):
         engine.load_adapter("a", adapter(2, 16), SCALE, 11)  # it was started for 8
-    assert dict(engine.adapters) == {"a": 10}
+    assert dict(engine.adapter_versions) == {"a": 10}
     there(server, engine, ["a@10"])
     heard = Listener(engine).run(request(1, max_new=5, adapter="a"))[1]
     assert heard.versions == [10] * 5
@@ -145,28 +147,28 @@ def test_an_adapter_that_the_server_refuses_leaves_the_one_before(
 
 def test_the_base_is_exchanged_below_adapters_that_stay(engine: SGLangEngine) -> None:
     engine.load_adapter("a", adapter(1), SCALE, 10)
-    engine.swap(decoder(3).state_dict(), 5)
+    engine.update_weights(decoder(3).state_dict(), 5)
     row = np.array([1, 2, 3, 4, 5], np.int32)
     beside = engine.score(row, "a")
-    engine.swap(with_adapter(adapter(1), 3).state_dict(), 6)
+    engine.update_weights(with_adapter(adapter(1), 3).state_dict(), 6)
     np.testing.assert_allclose(beside, engine.score(row), atol=GAP)
 
 
 def test_each_tensor_that_differs_is_found_and_named(engine: SGLangEngine) -> None:
     state = dict(decoder(1).state_dict())
-    engine.swap(state, 1)  # which is compared, and is right
+    engine.update_weights(state, 1)  # which is compared, and is right
     assert engine.version == 1
     control = engine._control
     for name, tensor in state.items():
         other = state | {name: tensor.clone()}
         other[name].view(-1)[tensor.numel() // 2] += 0.5
-        odd = control.differing(TINY, state_to_hf(TINY, other), 50.0)
-        expected = dict(reading_back.laid_out(TINY, state_to_hf(TINY, other)))
+        odd = control.find_differing(TINY, state_to_hf(TINY, other), 50.0)
+        expected = dict(readback.to_server_layout(TINY, state_to_hf(TINY, other)))
         assert len(odd) == 1 and odd[0] in expected, name
 
 
 def test_the_servers_refusals_are_said(server: SGLangServer, engine: SGLangEngine) -> None:
-    body = {"lora_name": "x", "config_dict": {}, "serialized_named_tensors": [inline({})]}
+    body = {"lora_name": "x", "config_dict": {}, "serialized_named_tensors": [pickle_inline({})]}
     with pytest.raises(RemoteFailure):
         server.http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=scaled(20.0))
     assert Listener(engine).run(request(1, max_new=3))[1].versions == [0] * 3

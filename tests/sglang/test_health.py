@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import DeadlineExceeded, PeerLost
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.control import RETRACT, STRIKES, Control, HealthWatch
+from meshrl.services.engine.sglang.control import MAX_FAILURES, RETRACT, HealthWatch, ServerControl
 from meshrl.services.engine.sglang.engine import SGLangEngine
-from meshrl.services.engine.sglang.weights import transport
+from meshrl.services.engine.sglang.weight_transports import create_transport
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -39,23 +39,25 @@ def hanging() -> Iterator[None]:
 def failure_of(watch: HealthWatch, within_s: float) -> Exception | None:
     waited = threading.Event()
     until = time.monotonic() + within_s
-    while watch.failure() is None and time.monotonic() < until:
+    while watch.find_failure() is None and time.monotonic() < until:
         waited.wait(0.1)
-    return watch.failure()
+    return watch.find_failure()
 
 
 def test_a_server_that_stands_or_sleeps_is_not_lost_and_one_that_hangs_is() -> None:
     server = served.server()
     served.release()
     answer_s = scaled(ANSWER_S)
-    struck_s = (STRIKES + 1) * (LOOK_S + answer_s)  # one that answers nothing is lost by then
-    watch = HealthWatch(server.http, server.lost, LOOK_S, answer_s)
-    weights = transport("auto", server.http, server.launch.model.parent / "weights", 1, "cpu")
-    control = Control(server.http, watch, weights)
+    struck_s = (MAX_FAILURES + 1) * (LOOK_S + answer_s)  # one that answers nothing is lost by then
+    watch = HealthWatch(server.http, server.get_exit_error, LOOK_S, answer_s)
+    weights = create_transport(
+        "auto", server.http, server.launch_config.model_directory.parent / "weights", 1, "cpu"
+    )
+    control = ServerControl(server.http, watch, weights)
     try:
-        control.halt(RETRACT)
+        control.pause(RETRACT)
         assert failure_of(watch, struck_s) is None
-        control.release()
+        control.release_memory()
         assert failure_of(watch, struck_s) is None
         with hanging():
             lost = failure_of(watch, 2 * struck_s)
@@ -80,12 +82,12 @@ def works(engine: SGLangEngine) -> bool:
 def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
     engine = served.engine(max_length=1000)
     listener = started(engine, 900)
-    stream = engine.requests.sent[engine.requests._rids[1]].stream
+    stream = engine.requests.sent_requests[engine.requests._rids[1]].stream
     assert stream is not None
     with hanging():
         engine.abort([1])
         heard = listener.run()[1]  # until the time for an abort is over
-    assert heard.finish == [Finish.ABORTED] and len(heard.tokens) >= 10
+    assert heard.finish == [FinishReason.ABORTED] and len(heard.tokens) >= 10
     assert stream.cancelled()
     waited = threading.Event()
     until = time.monotonic() + scaled(5.0)
@@ -97,11 +99,11 @@ def test_a_request_that_is_ended_here_is_not_left_at_work_there() -> None:
 def test_what_is_aborted_while_it_stands_is_hung_up_on() -> None:
     engine = served.engine(max_length=1000)
     started(engine, 900)
-    stream = engine.requests.sent[engine.requests._rids[1]].stream
+    stream = engine.requests.sent_requests[engine.requests._rids[1]].stream
     assert stream is not None
     engine.pause()
     engine.abort([1])
-    assert engine.ended and stream.cancelled()
+    assert engine.has_finished and stream.cancelled()
 
 
 def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
@@ -110,7 +112,7 @@ def test_a_pause_that_is_not_answered_is_asked_for_again_and_undone(
     engine = served.engine(max_length=1000)
     listener = started(engine, 400)
     with hanging():
-        monkeypatch.setattr("meshrl.services.engine.sglang.control.CONTROL_S", 1.5)
+        monkeypatch.setattr("meshrl.services.engine.sglang.control.CONTROL_TIMEOUT_S", 1.5)
         with pytest.raises(DeadlineExceeded):
             engine.pause()
         monkeypatch.undo()

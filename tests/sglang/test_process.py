@@ -16,7 +16,7 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, PeerLost, RemoteFailure
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.server import Launch, SGLangServer, free_port
+from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer, find_free_port
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.interpreter import REPOSITORY, python
@@ -55,19 +55,19 @@ def test_a_server_lives_outside_our_tree_and_our_paths() -> None:
     assert environment_of(server.pid).keys().isdisjoint({"PYTHONPATH", "VIRTUAL_ENV"})
 
 
-def start(how: Launch) -> None:
+def start(how: LaunchConfig) -> None:
     deadline_s = scaled(200.0)
     asyncio.run(SGLangServer.start(SystemHost(), SystemClock(), how, TINY, deadline_s=deadline_s))
 
 
 def test_a_server_that_does_not_start_says_why_and_is_gone(tmp_path: Path) -> None:
-    how = Launch(str(python()), tmp_path, 4, 64, options=("--no-such-flag", "1"))
+    how = LaunchConfig(str(python()), tmp_path, 4, 64, options=("--no-such-flag", "1"))
     with pytest.raises(ConfigError, match="no-such-flag"):
         start(how)
 
 
 def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
-    how = Launch(str(tmp_path / "python"), tmp_path, 4, 64)
+    how = LaunchConfig(str(tmp_path / "python"), tmp_path, 4, 64)
     with pytest.raises(ConfigError, match="meshrl engine install sglang"):
         start(how)
 
@@ -75,7 +75,7 @@ def test_without_an_interpreter_the_fix_is_named(tmp_path: Path) -> None:
 def test_a_port_that_is_handed_out_is_free() -> None:
     for _ in range(5):
         with socket.socket() as taker:
-            taker.bind(("127.0.0.1", free_port()))
+            taker.bind(("127.0.0.1", find_free_port()))
 
 
 def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
@@ -84,11 +84,11 @@ def test_a_server_that_took_the_port_first_is_not_taken_for_ours(
     served.engine()  # an update does not change what a server is known by
     other = served.server()
     port = int(other.http.url.rpartition(":")[2])
-    monkeypatch.setattr("meshrl.services.engine.sglang.server.free_port", lambda: port)
+    monkeypatch.setattr("meshrl.services.engine.sglang.server.find_free_port", lambda: port)
     with pytest.raises(PeerLost, match="another server has taken the port"):
-        start(Launch(str(python()), tmp_path, 4, 64))
-    other.http.spawn(other._examine("disk")).result(scaled(20.0))
-    assert other.ranks == served.engine().tensor_parallel == 1
+        start(LaunchConfig(str(python()), tmp_path, 4, 64))
+    other.http.spawn(other._check_server("disk")).result(scaled(20.0))
+    assert other.ranks == served.engine().tensor_parallel_size == 1
 
 
 def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
@@ -100,16 +100,16 @@ def test_an_answer_that_is_no_json_is_an_error_of_the_server() -> None:
 
 def test_slots_longer_than_the_models_positions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="positions"):
-        start(Launch(str(python()), tmp_path, 4, TINY.max_positions + 1))
+        start(LaunchConfig(str(python()), tmp_path, 4, TINY.max_positions + 1))
 
 
 def test_features_are_read_from_the_servers_own_description() -> None:
     described = served.server().http.call("GET", "/openapi.json", deadline_s=scaled(20.0))
-    for needs in (v0_5.NEEDS, *v0_5.NEEDS_OF.values()):
-        assert v0_5.missing(described, needs) == []
+    for needs in (v0_5.REQUIRED_FIELDS, *v0_5.TRANSPORT_FIELDS.values()):
+        assert v0_5.find_missing(described, needs) == []
     older = copy.deepcopy(described)
     del older["paths"][v0_5.BEGIN_UPDATE]
     del older["components"]["schemas"]["GenerateReqInput"]["properties"]["extra_key"]
-    assert v0_5.missing(older, v0_5.NEEDS) == ["/generate: extra_key"]
-    assert v0_5.missing(older, v0_5.NEEDS_OF["tensors"]) == ["/begin_weight_update"]
-    assert v0_5.missing(older, v0_5.NEEDS_OF["disk"]) == []
+    assert v0_5.find_missing(older, v0_5.REQUIRED_FIELDS) == ["/generate: extra_key"]
+    assert v0_5.find_missing(older, v0_5.TRANSPORT_FIELDS["tensors"]) == ["/begin_weight_update"]
+    assert v0_5.find_missing(older, v0_5.TRANSPORT_FIELDS["disk"]) == []

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import Refused
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.engine import SGLangEngine
@@ -66,7 +66,7 @@ def test_greedy_tokens_are_those_of_the_built_in_engine() -> None:
 def test_a_request_that_is_sent_again_with_its_first_tokens_goes_on_as_it_would_have() -> None:
     whole = Listener(served.engine()).run(request(1, [5, 6], max_new=40, temperature=0.0))[1]
     rest = Listener(served.engine()).run(
-        request(1, [5, 6, *whole.tokens[:15]], max_new=25, temperature=0.0, begin=2)
+        request(1, [5, 6, *whole.tokens[:15]], max_new=25, temperature=0.0, turn_start=2)
     )[1]
     assert rest.tokens == whole.tokens[15:]
 
@@ -116,32 +116,32 @@ def test_log_probabilities_are_of_what_was_sampled_from(how: dict[str, float]) -
 def test_a_wide_distribution_that_is_not_the_models_own_is_refused() -> None:
     """SGLang names the probabilities of so many tokens at most."""
     wide = 150_000
-    for how in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": v0_5.SUPPORT + 1}):
+    for how in ({"temperature": 0.7}, {"top_p": 0.9}, {"top_k": v0_5.MAX_MASK_TOKENS + 1}):
         with pytest.raises(Refused, match=r"rollout\.top_k"):
-            v0_5.check_sampling(request(1, **how), wide, seeded=False)
+            v0_5.check_sampling(request(1, **how), wide, uses_seeds=False)
     for how in ({}, {"temperature": 0.0}, {"temperature": 0.7, "top_k": 200}):
-        v0_5.check_sampling(request(1, **how), wide, seeded=False)  # type: ignore[arg-type]
+        v0_5.check_sampling(request(1, **how), wide, uses_seeds=False)  # type: ignore[arg-type]
 
 
 def test_a_stop_text_ends_a_request_where_it_ends_the_built_in_engines() -> None:
     tokens = greedy(Listener(built_in("eager")))[0]
     across = text_of(tokens)[13:16]  # from inside one token into the next
     texts = (across, "no such text")
-    expected = greedy(Listener(built_in("eager")), stop_text=texts)
+    expected = greedy(Listener(built_in("eager")), stop_strings=texts)
     listener = Listener(served.engine())
-    assert greedy(listener, stop_text=texts) == expected
+    assert greedy(listener, stop_strings=texts) == expected
     assert expected[0] == tokens[: len(expected[0])] and len(expected[0]) < len(tokens)
-    assert listener.heard[0].finish == [Finish.STOP]
+    assert listener.heard[0].finish == [FinishReason.STOP]
     # What a turn had before it came here counts.
     had = [*PROMPTS[0], *expected[0]]
-    heard = listener.run(request(77, had, stop_text=texts, begin=3))[77]
-    assert heard.tokens == [] and heard.finish == [Finish.STOP]
+    heard = listener.run(request(77, had, stop_strings=texts, turn_start=3))[77]
+    assert heard.tokens == [] and heard.finish == [FinishReason.STOP]
 
 
 def test_the_models_own_end_tokens_end_nothing() -> None:
     """Each request names its stop tokens, and no other ends it."""
     heard = Listener(served.engine()).run(request(1, max_new=100))[1]
-    assert len(heard.tokens) == 100 and heard.finish == [Finish.LENGTH]
+    assert len(heard.tokens) == 100 and heard.finish == [FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("tokens", [[1, 39, 3, 39, 5], list(range(VOCAB))], ids=["last", "all"])
@@ -156,7 +156,7 @@ def test_an_abort_takes_one_request_though_its_name_begins_anothers() -> None:
     engine = served.engine(16)
     listener = Listener(engine)
     engine.submit([request(i, max_new=100) for i in range(1, 13)])
-    while engine.steps < 5:
+    while engine.num_steps < 5:
         engine.step()
     engine.abort([1])
     heard = listener.run()
@@ -174,7 +174,7 @@ def expected() -> dict[int, list[int]]:
 def started() -> tuple[SGLangEngine, Listener]:
     engine = served.engine()
     engine.submit(LONG)
-    while engine.steps < 10 and engine.step():
+    while engine.num_steps < 10 and engine.step():
         pass
     assert 0 < engine.tokens_generated < 600
     return engine, Listener(engine)
@@ -215,7 +215,7 @@ def test_it_wakes_with_other_weights_and_what_ran_goes_on_under_them() -> None:
         assert h.versions == [0] * had[i] + [7] * (100 - had[i])
         again = request(i, [i, 2, *h.tokens[: had[i]]], max_new=100 - had[i], temperature=0.0)
         assert h.tokens[had[i] :] == Listener(other).run(again)[i].tokens
-    assert engine.requests.relabelled == 0
+    assert engine.requests.relabelled_tokens == 0
 
 
 def test_resting_twice_and_resuming_asleep_is_as_once() -> None:
@@ -233,10 +233,10 @@ def test_what_is_aborted_while_it_stands_ends_at_once_with_what_it_had() -> None
     engine, listener = started()
     engine.pause()
     engine.abort([0, 5])
-    assert engine.ended
+    assert engine.has_finished
     listener.drain()
-    assert listener.heard[0].finish == [Finish.ABORTED] and listener.heard[0].tokens
-    assert listener.heard[5].finish == [Finish.ABORTED] and listener.heard[5].tokens == []
+    assert listener.heard[0].finish == [FinishReason.ABORTED] and listener.heard[0].tokens
+    assert listener.heard[5].finish == [FinishReason.ABORTED] and listener.heard[5].tokens == []
     engine.resume()
     heard = listener.run()
     whole = expected()

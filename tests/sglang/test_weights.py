@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from meshrl.common.base.errors import MeshError, PeerLost, Refused, RemoteFailure
-from meshrl.common.generation.contract import NO_VERSION, Quarantined
+from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.control import HealthWatch
-from meshrl.services.engine.sglang.engine import SGLangEngine, attach
+from meshrl.services.engine.sglang.engine import SGLangEngine, attach_engine
 from meshrl.services.engine.sglang.server import SGLangServer
-from meshrl.services.engine.sglang.weights import buckets, handles
+from meshrl.services.engine.sglang.weight_transports import pickle_handles, split_buckets
 from tests.load import scaled
 from tests.sglang import served
 from tests.sglang.processes import scheduler_of
@@ -54,11 +54,11 @@ def living_through(engine: SGLangEngine, version: int) -> dict[int, Heard]:
     for _ in range(8):
         engine.submit([request(i, [i, 2], max_new=110, temperature=0.0) for i in range(3)])
         decoding(engine, engine.tokens_generated + 30)
-        engine.swap(decoder(1).state_dict(), version)
+        engine.update_weights(decoder(1).state_dict(), version)
         heard = Listener(engine).run()
         if any(0 < h.versions.count(0) < 110 for h in heard.values()):
             return heard
-        engine.swap(decoder(0).state_dict(), 0)
+        engine.update_weights(decoder(0).state_dict(), 0)
     pytest.fail("all requests were over before the weights came, eight times")
 
 
@@ -69,7 +69,7 @@ def test_a_request_that_lives_through_an_update_has_tokens_of_both(
 ) -> None:
     engine = served.engine(weights=weights, kv_on_update=kv_on_update)
     heard = living_through(engine, 5)
-    assert engine.version == 5 and engine.requests.relabelled == 0
+    assert engine.version == 5 and engine.requests.relabelled_tokens == 0
     for i, h in heard.items():
         old = h.versions.count(0)
         assert h.versions == [0] * old + [5] * (110 - old)
@@ -87,7 +87,7 @@ def test_after_an_update_everything_is_of_the_new_weights(weights: str) -> None:
     asked = request(1, [3] * 40, max_new=30, temperature=0.0)
     Listener(engine).run(asked)
     for seed in (1, 2, 1):
-        engine.swap(decoder(seed).state_dict(), engine.version + 1)
+        engine.update_weights(decoder(seed).state_dict(), engine.version + 1)
         expected = Listener(built_in("eager", seed=seed)).run(asked)[1]
         heard = Listener(engine).run(asked)[1]
         assert heard.tokens == expected.tokens
@@ -105,9 +105,9 @@ def test_caches_are_found_under_their_own_weights_only() -> None:
 
     assert computed() == 51
     assert computed() == 2  # all but the last token of the prompt was there
-    engine.swap(decoder(1).state_dict(), 1)
+    engine.update_weights(decoder(1).state_dict(), 1)
     assert computed() == 51
-    engine.swap(decoder(0).state_dict(), 0)  # another lineage may give a number again
+    engine.update_weights(decoder(0).state_dict(), 0)  # another lineage may give a number again
     assert computed() == 51
 
 
@@ -118,14 +118,14 @@ def test_updates_amid_arrivals_lose_and_double_nothing() -> None:
         engine.submit([request(10 * version + i, max_new=30 + i) for i in range(7)])
         if version % 2:
             engine.step()
-        engine.swap(decoder(version).state_dict(), version)
+        engine.update_weights(decoder(version).state_dict(), version)
         listener.drain()
     heard = listener.run()
     assert len(heard) == 35
     for id, h in heard.items():
         assert len(h.tokens) == 30 + id % 10 and len(h.finish) == 1
         assert h.versions == sorted(h.versions)
-    assert engine.requests.relabelled == 0
+    assert engine.requests.relabelled_tokens == 0
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
@@ -133,7 +133,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
     state = dict(decoder(1).state_dict())
     state["final_norm"] = state["final_norm"][:-1]
     with pytest.raises(Refused, match="final_norm"):
-        engine.swap(state, 1)
+        engine.update_weights(state, 1)
     asked = request(1, max_new=20, temperature=0.0)
     heard = Listener(engine).run(asked)[1]
     assert heard.tokens == Listener(built_in("eager")).run(asked)[1].tokens
@@ -142,7 +142,11 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_sent() -> None:
 
 def test_large_weights_travel_in_parts() -> None:
     state = {name: torch.zeros(300) for name in "abcdef"}
-    assert [list(part) for part in buckets(state, 2500)] == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert [list(part) for part in split_buckets(state, 2500)] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e", "f"],
+    ]
 
 
 READ = """
@@ -157,7 +161,7 @@ def test_each_of_several_ranks_reads_the_tensors_in_shared_memory() -> None:
     """One after the other, each gone before the next comes."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     part = {"a": torch.arange(5), "b": torch.full((2, 3), 7.0).T}
-    for text in handles(part, 4):
+    for text in pickle_handles(part, 4):
         subprocess.run(
             [sys.executable, "-c", READ],
             input=base64.b64decode(text),
@@ -212,7 +216,7 @@ def quarantined(engine: SGLangEngine) -> None:
     had = engine.tokens_generated
     assert engine.version == NO_VERSION
     assert not engine.step() and not engine.step()
-    assert engine.tokens_generated == had and engine.waiting
+    assert engine.tokens_generated == had and engine.num_waiting
 
 
 def misfit() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
@@ -230,7 +234,7 @@ def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
 ) -> None:
     """A server ends at a tensor that it cannot take, unless that was broadcast."""
     config, state = misfit()
-    engine = attach(mortal, config, 4, 128, weights=weights)
+    engine = attach_engine(mortal, config, 4, 128, weights=weights)
     with pytest.raises(Quarantined, match="version 3"):
         engine.wake(state, 3)
     if weights == "distributed":
@@ -248,20 +252,20 @@ def test_an_engine_whose_server_refuses_weights_half_way_serves_nobody(
 def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
     mortal: SGLangServer, weights: str
 ) -> None:
-    engine = attach(mortal, TINY, 4, 128, weights=weights, update_s=4.0)
+    engine = attach_engine(mortal, TINY, 4, 128, weights=weights, update_timeout_s=4.0)
     engine.wake(decoder(0).state_dict(), 0)
     scheduler = scheduler_of(mortal.pid)
-    engine._halt("retract")
+    engine._pause_server("retract")
     os.kill(scheduler, signal.SIGSTOP)
     try:
         with pytest.raises(Quarantined, match="version 1"):
-            engine.swap(decoder(1).state_dict(), 1)
+            engine.update_weights(decoder(1).state_dict(), 1)
         quarantined(engine)
     finally:
         os.kill(scheduler, signal.SIGCONT)
     if weights == "distributed":  # what came late the others may have taken, or ended with
-        engine._control._update_s = 50.0
-        engine.swap(decoder(2).state_dict(), 2)
+        engine._control._update_timeout_s = 50.0
+        engine.update_weights(decoder(2).state_dict(), 2)
         heard = Listener(engine).run(request(10, max_new=20, temperature=0.0))
         whole = Listener(built_in("eager", seed=2)).run(request(10, max_new=20, temperature=0.0))
         assert heard[10].tokens == whole[10].tokens
@@ -269,16 +273,16 @@ def test_a_server_that_hangs_in_an_update_is_quarantined_at_the_deadline(
 
 
 def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServer) -> None:
-    engine = attach(mortal, TINY, 4, 128)
+    engine = attach_engine(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
-    engine._halt("retract")
+    engine._pause_server("retract")
     os.kill(scheduler_of(mortal.pid), signal.SIGSTOP)  # the update has begun and cannot end
     killer = threading.Timer(1.0, lambda: os.kill(mortal.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(Quarantined, match="version 1"):
-        engine.swap(decoder(1).state_dict(), 1)
+        engine.update_weights(decoder(1).state_dict(), 1)
     killer.join()
     assert engine.version == NO_VERSION
     with pytest.raises(PeerLost):
@@ -287,7 +291,7 @@ def test_a_server_that_is_killed_in_an_update_is_quarantined(mortal: SGLangServe
 
 
 def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) -> None:
-    engine = attach(mortal, TINY, 4, 128)
+    engine = attach_engine(mortal, TINY, 4, 128)
     engine.wake(decoder(0).state_dict(), 0)
     engine.submit([request(1, max_new=100)])
     decoding(engine, 5)
@@ -300,16 +304,16 @@ def test_a_server_that_has_ended_is_reported_with_its_log(mortal: SGLangServer) 
 def test_a_server_that_does_not_answer_gets_three_strikes_and_grace_in_updates(
     mortal: SGLangServer,
 ) -> None:
-    watch = HealthWatch(mortal.http, mortal.lost, look_s=0.3, answer_s=1.0)
+    watch = HealthWatch(mortal.http, mortal.get_exit_error, poll_s=0.3, probe_timeout_s=1.0)
     scheduler = scheduler_of(mortal.pid)
     os.kill(scheduler, signal.SIGSTOP)
     waited = threading.Event()
-    with watch.grace():
+    with watch.allow_grace():
         assert not waited.wait(6.0)
-        assert watch.failure() is None
+        assert watch.find_failure() is None
     until = time.monotonic() + scaled(30.0)
-    while watch.failure() is None and time.monotonic() < until:
+    while watch.find_failure() is None and time.monotonic() < until:
         waited.wait(0.1)
-    assert isinstance(watch.failure(), PeerLost) and "in a row" in str(watch.failure())
+    assert isinstance(watch.find_failure(), PeerLost) and "in a row" in str(watch.find_failure())
     watch.close()
     os.kill(scheduler, signal.SIGCONT)

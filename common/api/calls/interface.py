@@ -14,7 +14,7 @@ class Method(Generic[Q]):
     """One entry of an interface; it knows its own name once the class is made."""
 
     name: str = ""  # as the attribute is called: what crosses the wire
-    label: str = ""  # "Weights.stage": what people read
+    label: str = ""  # "Weights.stage_version": what people read
 
     def __init__(self, request: type[Q]) -> None:
         self.request = request
@@ -68,7 +68,7 @@ class Interface:
 
 
 @message
-class Look:
+class ChangeHint:
     """A hint to read the state again. It carries no orders, so losing it is harmless."""
 
-    what: str  # what changed, for the log
+    subject: str  # what changed, for the log

@@ -9,13 +9,13 @@ from types import NoneType
 from meshrl.common.api.calls.interface import Call, Interface
 from meshrl.common.base.encoding.messages import message
 
-SETTLE_S = (
+SET_TIER_TIMEOUT_S = (
     900.0  # tensors of some 100 GB to a disk; who asked may ask again, and finds it under way
 )
 
 
 @message
-class Settle:
+class SetTier:
     """Asks a role process to bring its tensors to a tier, and to stay there until it hears again.
 
     The same wish twice changes nothing. Fenced: a later one has come. Anything else that is raised
@@ -26,24 +26,24 @@ class Settle:
     # be ended
     tier: str
     epoch: int  # of the wish
-    turns: bool  # whether it takes turns with others of its gang while it computes
-    segments: str  # the process that owns segments of memory for it: its worker
-    files: str  # the directory where its files may lie, which is the worker's too
+    time_sliced: bool  # whether it takes turns with others of its gang while it computes
+    segment_owner: str  # the process that owns segments of memory for it: its worker
+    offload_dir: str  # the directory where its files may lie, which is the worker's too
 
 
 @message
-class Settled:
+class TierUsage:
     """The answer to Settle: bytes of tensors that the process has of each now."""
 
-    accelerator: int
-    memory: int
-    disk: int
+    accelerator_bytes: int
+    memory_bytes: int
+    disk_bytes: int
 
 
-class Resting(Interface):
+class RoleControl(Interface):
     """The methods that every role process has."""
 
     # It finishes what it can within the deadline and gives back the rest; the reason is for the
     # log. Once it has answered it may be ended.
     drain = Call(str, NoneType, deadline_s=5.0, idempotent=True)
-    settle = Call(Settle, Settled, deadline_s=SETTLE_S, idempotent=True)
+    set_tier = Call(SetTier, TierUsage, deadline_s=SET_TIER_TIMEOUT_S, idempotent=True)

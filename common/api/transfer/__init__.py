@@ -1,1 +1,1 @@
-"""Messages about bytes that travel in bulk. Open `bulk.py` first."""
+"""Messages about bytes that travel in bulk. Open `bulk_permissions.py` first."""

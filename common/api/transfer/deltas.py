@@ -10,7 +10,7 @@ from meshrl.common.base.encoding.messages import message
 
 
 @message
-class Base:
+class VersionRef:
     """A version that another one refers to, or that somebody has."""
 
     lineage: int
@@ -22,13 +22,13 @@ class Base:
 class ChunkDelta:
     """How one chunk is made of another, which the same pieces of the same tensors lie in."""
 
-    old: str  # digests of the two chunks
-    new: str
+    old_chunk: str  # digests of the two chunks
+    new_chunk: str
     # The digest of a chunk of the store in which its delta (`meshrl.common.weights.delta.codec`)
     # lies, and perhaps those of chunks beside it: where, and how many bytes it has.
     blob: str
     offset: int
-    size: int
+    size_bytes: int
 
 
 @message
@@ -37,8 +37,8 @@ class DeltaSet:
     has no delta is pulled in full. It is no part of either manifest.
     """
 
-    base: Base
-    target: Base
+    base: VersionRef
+    target: VersionRef
     chunks: list[ChunkDelta]
 
 
@@ -49,8 +49,8 @@ class BeginDelta:
     """
 
     job: str
-    target: Base
-    anchors: int  # each so manieth version stays a base for hosts that fall behind
+    target: VersionRef
+    anchor_interval: int  # each so manieth version stays a base for hosts that fall behind
     part: int = 0  # which of the processes that have staged the version asks
     parts: int = 1  # how many of them make deltas
     host: str = ""  # whose chunks they are made of: one that makes all of them needs none
@@ -62,7 +62,7 @@ class DeltaBases:
     receives, and no delta is waited for.
     """
 
-    bases: list[Base]
+    bases: list[VersionRef]
 
 
 @message
@@ -71,33 +71,33 @@ class StageDelta:
 
     deltas: DeltaSet
     part: int = 0
-    whole: bool = False
+    is_last: bool = False
 
 
 @message
-class AskDeltas:
+class DeltaQuery:
     """Asks for the deltas to a version, those after the first `after` that there are, waiting for
     some if more are to come that are of use to the host.
     """
 
     target: str  # digest of its manifest
     host: str
-    after: int = 0
+    offset: int = 0
     wait_s: float = 0.0
 
 
 @message
-class Deltas:
+class DeltaBatch:
     """The answer to AskDeltas. `more`: others may follow that are from what the host holds."""
 
     chunks: list[ChunkDelta] = field(default_factory=list)
-    more: bool = False
+    has_more: bool = False
 
 
 @message
-class Received:
+class VersionAcknowledgement:
     """Tells that a host has a version whole: later deltas may be from it."""
 
     host: str
-    target: Base
+    target: VersionRef
     job: str

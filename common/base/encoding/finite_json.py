@@ -7,18 +7,18 @@ import math
 from typing import Any
 
 
-class NotFinite(ValueError):
+class NonFiniteNumber(ValueError):
     """A number in JSON that is not finite; the message is the number as written."""
 
 
-def _finite(written: str) -> float:
+def _parse_finite(written: str) -> float:
     number = float(written)
     if not math.isfinite(number):
-        raise NotFinite(written)
+        raise NonFiniteNumber(written)
     return number
 
 
-DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+DECODER = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite)
 
 
 def is_finite(value: Any) -> bool:

@@ -111,13 +111,13 @@ def encode(m: Any) -> tuple[bytes, Buffers]:
 def decode(cls: type[M], body: Frame, buffers: Sequence[Frame] = ()) -> M:
     """The message in `body`; its arrays are read-only views of `buffers`."""
     rest = iter(buffers)
-    made: M = _codecs[cls].decode(unpacked(body), rest)
+    made: M = _codecs[cls].decode(unpack_body(body), rest)
     if buffers and next(rest, None) is not None:
         raise BadMessage(f"more buffers than a {cls.__name__} has arrays")
     return made
 
 
-def unpacked(body: Frame) -> Any:
+def unpack_body(body: Frame) -> Any:
     """The MessagePack value of a body; BadMessage if it is malformed or beyond the limits."""
     size = len(body)
     if size > LIMITS.body_bytes:
@@ -130,7 +130,7 @@ def unpacked(body: Frame) -> Any:
         raise BadMessage(f"a body that is not MessagePack within limits: {error}") from None
 
 
-def checked(value: Any, arity: int, what: str) -> list[Any]:
+def check_arity(value: Any, arity: int, what: str) -> list[Any]:
     """`value` as a list of `arity` fields; BadMessage names `what` if it is anything else."""
     if type(value) is not list or len(value) != arity:
         raise BadMessage(f"{what} with other than its {arity} fields")
@@ -144,13 +144,18 @@ def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
     """Code of its own for each message class: scalars are checked in line, the rest through a
     closure each.
     """
-    scope: dict[str, Any] = {"cls": cls, "fail": _fail, "as_float": _as_float, "checked": checked}
+    scope: dict[str, Any] = {
+        "cls": cls,
+        "fail": _fail,
+        "as_float": _as_float,
+        "checked": check_arity,
+    }
     packed, checks = [], []
     for name, hint in fields.items():
         where = f"{cls.__name__}.{name}"
         scope[f"w_{name}"] = where
-        codec = None if hint in _SCALARS or hint is float else _codec(hint, where)
-        if codec is None or codec.encode is _as_is:
+        codec = None if hint in _SCALARS or hint is float else _make_codec(hint, where)
+        if codec is None or codec.encode is _pass_through:
             packed.append(f"m.{name}")
         else:
             scope[f"e_{name}"] = codec.encode
@@ -177,11 +182,12 @@ def _compile(cls: type, fields: dict[str, Any]) -> _Codec:
     exec("\n".join(source), scope)
     decode = scope["decode"]
     return _Codec(
-        scope["encode"], _guarded(decode, cls) if hasattr(cls, "__post_init__") else decode
+        scope["encode"],
+        _translate_value_errors(decode, cls) if hasattr(cls, "__post_init__") else decode,
     )
 
 
-def _guarded(decode: _Decode, cls: type) -> _Decode:
+def _translate_value_errors(decode: _Decode, cls: type) -> _Decode:
     """A __post_init__ may refuse values by ValueError: for a message that arrived that is a
     BadMessage.
     """
@@ -205,55 +211,59 @@ def _as_float(where: str, value: Any) -> float:
     return float(value)
 
 
-def _as_is(value: Any, buffers: Buffers) -> Any:
+def _pass_through(value: Any, buffers: Buffers) -> Any:
     return value
 
 
 # None stands for a message without content, and a plain value for one of a single field.
-_codecs[types.NoneType] = _Codec(_as_is, lambda v, _: None if v is None else _fail("nothing", v))
+_codecs[types.NoneType] = _Codec(
+    _pass_through, lambda v, _: None if v is None else _fail("nothing", v)
+)
 
 
-def _codec(hint: Any, where: str) -> _Codec:
+def _make_codec(hint: Any, where: str) -> _Codec:
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
-        return _Codec(_as_is, lambda v, _: _plain(v, where))
+        return _Codec(_pass_through, lambda v, _: _check_plain(v, where))
     if hint in _SCALARS or hint is float:
-        return _Codec(_as_is, _scalar(hint, where))
+        return _Codec(_pass_through, _make_scalar_decoder(hint, where))
     if hint in _codecs:
         return _codecs[hint]
     if hint is np.ndarray or origin is np.ndarray:
         return _Codec(_encode_array, lambda v, buffers: _decode_array(v, buffers, where))
     if origin in (Union, types.UnionType) and len(args) == 2 and types.NoneType in args:
-        return _optional(_codec(args[0] if args[1] is types.NoneType else args[1], where))
+        return _make_optional_codec(
+            _make_codec(args[0] if args[1] is types.NoneType else args[1], where)
+        )
     if origin is list and len(args) == 1:
-        return _list(args[0], where, list)
+        return _make_list_codec(args[0], where, list)
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return _list(args[0], where, tuple)
+        return _make_list_codec(args[0], where, tuple)
     if origin is tuple and args:
-        return _tuple([_codec(arg, where) for arg in args], where)
+        return _make_tuple_codec([_make_codec(arg, where) for arg in args], where)
     if origin is dict and len(args) == 2 and args[0] is str:
-        return _dict(_codec(args[1], where), where)
+        return _make_dict_codec(_make_codec(args[1], where), where)
     raise TypeError(
-        f"{where}: a message cannot hold {hint!r}; see meshrl.common.mesh.wire.frames.message"
+        f"{where}: a message cannot hold {hint!r}; see meshrl.common.base.encoding.messages"
     )
 
 
-def _scalar(hint: type, where: str) -> _Decode:
+def _make_scalar_decoder(hint: type, where: str) -> _Decode:
     other = _as_float if hint is float else _fail
     return lambda v, _: v if type(v) is hint else other(where, v)
 
 
-def _optional(inner: _Codec) -> _Codec:
+def _make_optional_codec(inner: _Codec) -> _Codec:
     return _Codec(
-        _as_is
-        if inner.encode is _as_is
+        _pass_through
+        if inner.encode is _pass_through
         else lambda v, buffers: None if v is None else inner.encode(v, buffers),
         lambda v, buffers: None if v is None else inner.decode(v, buffers),
     )
 
 
-def _list(item: Any, where: str, kind: type) -> _Codec:
-    inner = _codec(item, where)
+def _make_list_codec(item: Any, where: str, kind: type) -> _Codec:
+    inner = _make_codec(item, where)
 
     def decode_list(v: Any, buffers: Iterator[Frame]) -> Any:
         if type(v) is not list:
@@ -262,14 +272,14 @@ def _list(item: Any, where: str, kind: type) -> _Codec:
             return v if kind is list else tuple(v)
         return kind(inner.decode(x, buffers) for x in v)
 
-    if inner.encode is _as_is:
-        return _Codec(_as_is, decode_list)
+    if inner.encode is _pass_through:
+        return _Codec(_pass_through, decode_list)
     return _Codec(lambda v, buffers: [inner.encode(x, buffers) for x in v], decode_list)
 
 
-def _tuple(inner: list[_Codec], where: str) -> _Codec:
+def _make_tuple_codec(inner: list[_Codec], where: str) -> _Codec:
     def decode_tuple(v: Any, buffers: Iterator[Frame]) -> Any:
-        parts = checked(v, len(inner), where)
+        parts = check_arity(v, len(inner), where)
         return tuple(codec.decode(x, buffers) for codec, x in zip(inner, parts, strict=True))
 
     return _Codec(
@@ -278,24 +288,27 @@ def _tuple(inner: list[_Codec], where: str) -> _Codec:
     )
 
 
-def _dict(inner: _Codec, where: str) -> _Codec:
+def _make_dict_codec(inner: _Codec, where: str) -> _Codec:
     def decode_dict(v: Any, buffers: Iterator[Frame]) -> Any:
         if type(v) is not dict or not set(map(type, v)) <= {str}:
             _fail(where, v)
         return {key: inner.decode(x, buffers) for key, x in v.items()}
 
-    if inner.encode is _as_is:
-        return _Codec(_as_is, decode_dict)
+    if inner.encode is _pass_through:
+        return _Codec(_pass_through, decode_dict)
     return _Codec(
         lambda v, buffers: {k: inner.encode(x, buffers) for k, x in v.items()}, decode_dict
     )
 
 
-_codecs |= {kind: _Codec(_as_is, _scalar(kind, "a value")) for kind in (*_SCALARS, float)}
-_PLAIN = {type(None), bool, int, float, str, bytes}
+_codecs |= {
+    kind: _Codec(_pass_through, _make_scalar_decoder(kind, "a value"))
+    for kind in (*_SCALARS, float)
+}
+_PLAIN_TYPES = {type(None), bool, int, float, str, bytes}
 
 
-def _plain(value: Any, where: str) -> Any:
+def _check_plain(value: Any, where: str) -> Any:
     """`value` if it is JSON-like (bytes allowed) and not nested deeper than the limit."""
     level, depth = [value], 0
     while level:
@@ -305,7 +318,7 @@ def _plain(value: Any, where: str) -> Any:
                 deeper += entry
             elif type(entry) is dict:
                 deeper += entry.values()
-            elif type(entry) not in _PLAIN:
+            elif type(entry) not in _PLAIN_TYPES:
                 _fail(where, entry)
         level, depth = deeper, depth + 1
         if depth > LIMITS.depth:
@@ -329,7 +342,7 @@ def _encode_array(array: Any, buffers: Buffers) -> Any:
 
 
 def _decode_array(value: Any, buffers: Iterator[Frame], where: str) -> Array:
-    kind, shape, inline = checked(value, 3, where)
+    kind, shape, inline = check_arity(value, 3, where)
     dtype = _DTYPES.get(kind) if type(kind) is str else None
     if dtype is None:
         raise BadMessage(f"{where} is an array of unknown type {kind!r:.40}")

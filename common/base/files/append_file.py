@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshrl.common.base.errors import StorageFull
-from meshrl.common.base.files.durable import flush_content
+from meshrl.common.base.files.disk_sync import fdatasync
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # of writing, where there is no room
 
 
 class AppendFile:
@@ -21,18 +21,21 @@ class AppendFile:
     """
 
     def __init__(
-        self, path: Path, room: Callable[[], int] = lambda: -1, keep: int | None = None
+        self,
+        path: Path,
+        max_length_bytes: Callable[[], int] = lambda: -1,
+        truncate_to_bytes: int | None = None,
     ) -> None:
         self.path = path
-        self._room = room
+        self._max_length_bytes = max_length_bytes
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise self._full(error, "no room for a new file") from error
+            raise self._to_storage_full(error, "no room for a new file") from error
         self._length = os.lseek(self._fd, 0, os.SEEK_END)
-        if keep is not None and keep < self._length:
-            os.ftruncate(self._fd, keep)
-            self._length = keep
+        if truncate_to_bytes is not None and truncate_to_bytes < self._length:
+            os.ftruncate(self._fd, truncate_to_bytes)
+            self._length = truncate_to_bytes
 
     def write(self, record: bytes) -> None:
         """Appends one record whole or not at all. StorageFull: the disk is full, and the file is as
@@ -41,18 +44,18 @@ class AppendFile:
         view, written = memoryview(record), 0
         try:
             while written < len(view):
-                if 0 <= self._room() < self._length + len(view):
+                if 0 <= self._max_length_bytes() < self._length + len(view):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 written += os.write(self._fd, view[written:])
         except OSError as error:
             os.ftruncate(self._fd, self._length)
             problem = f"no room for {len(view)} bytes after {self._length}"
-            raise self._full(error, problem) from error
+            raise self._to_storage_full(error, problem) from error
         self._length += len(view)
 
-    def _full(self, error: OSError, problem: str) -> Exception:
+    def _to_storage_full(self, error: OSError, problem: str) -> Exception:
         """What to raise for `error`: StorageFull if that is what it says."""
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             return error
         return StorageFull(
             problem,
@@ -66,10 +69,10 @@ class AppendFile:
 
     def sync(self) -> None:
         """Returns once all that was written is on the disk."""
-        flush_content(self._fd)
+        fdatasync(self._fd)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether it can be written to."""
         return self._fd >= 0
 

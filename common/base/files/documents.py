@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.base.errors import Damaged
+from meshrl.common.base.errors import CorruptData
 from meshrl.common.base.files.append_file import AppendFile
-from meshrl.common.base.files.durable import sync
+from meshrl.common.base.files.disk_sync import fsync_path
 
 CHECK = "check"
 
 
-def digest(content: Mapping[str, Any]) -> str:
+def compute_check(content: Mapping[str, Any]) -> str:
     """16 hexadecimal digits that tell one content from another, however it is laid out."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -29,7 +29,7 @@ def digest(content: Mapping[str, Any]) -> str:
 def encode(content: Mapping[str, Any]) -> bytes:
     """The document's bytes, for people to read too."""
     told = {key: value for key, value in content.items() if key != CHECK}
-    told |= {CHECK: digest(json.loads(json.dumps(told)))}  # as it will be read
+    told |= {CHECK: compute_check(json.loads(json.dumps(told)))}  # as it will be read
     return (json.dumps(told, indent=2) + "\n").encode()
 
 
@@ -47,16 +47,16 @@ def decode(content: bytes, where: str) -> dict[str, Any]:
         found = json.loads(content, parse_float=number)
     except ValueError as error:  # also for bytes that are no text
         why = f"it is not JSON: {error}" if content else "it is empty"
-        raise Damaged(why, where=where) from None
+        raise CorruptData(why, where=where) from None
     if not isinstance(found, dict):
-        raise Damaged("it does not hold a JSON object", where=where)
+        raise CorruptData("it does not hold a JSON object", where=where)
     checked = found.pop(CHECK, None)
     if checked is None and found:  # a check whose key has changed
         last = next(reversed(found))
         rest = {key: value for key, value in found.items() if key != last}
-        checked = found[last] if found[last] == digest(rest) else None
-    if checked is not None and (odd or checked != digest(found)):
-        raise Damaged("its content is not what its check says", where=where)
+        checked = found[last] if found[last] == compute_check(rest) else None
+    if checked is not None and (odd or checked != compute_check(found)):
+        raise CorruptData("its content is not what its check says", where=where)
     return found
 
 
@@ -66,38 +66,38 @@ def read(path: Path, fix: str) -> dict[str, Any]:
     """
     try:
         return decode(path.read_bytes(), str(path))
-    except Damaged as error:
-        raise damaged(path, error.message, fix) from None
+    except CorruptData as error:
+        raise make_corrupt_error(path, error.message, fix) from None
 
 
-def damaged(path: Path, why: str, fix: str) -> Damaged:
+def make_corrupt_error(path: Path, why: str, fix: str) -> CorruptData:
     """The error of a document that cannot be used."""
-    return Damaged(f"{path.name} is damaged: {why}", where=str(path), fix=fix)
+    return CorruptData(f"{path.name} is damaged: {why}", where=str(path), fix=fix)
 
 
 def write(path: Path, content: Mapping[str, Any], *, durable: bool = True) -> None:
     """Puts a document in place, as `put` does."""
-    put(path, encode(content), durable=durable)
+    write_bytes(path, encode(content), durable=durable)
 
 
-def put(path: Path, content: bytes, *, durable: bool = True) -> None:
+def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> None:
     """Whole or not at all, for this user's eyes: a reader never sees half a file, nor does who
     comes after a power cut if it is `durable`. StorageFull with the old one in its place.
     """
-    with putting(path, content, durable=durable):
+    with staged_write(path, content, durable=durable):
         pass
 
 
-def in_the_making(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """Where this process writes what is to be in that place."""
     return path.with_name(f"{path.name}.{os.getpid()}.new")
 
 
 @contextlib.contextmanager
-def putting(path: Path, content: bytes, *, durable: bool) -> Iterator[None]:
+def staged_write(path: Path, content: bytes, *, durable: bool) -> Iterator[None]:
     """As `put`: within the block the file is whole, and not yet in its place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = in_the_making(path)
+    fresh = temporary_path(path)
     fresh.unlink(missing_ok=True)
     file = AppendFile(fresh)
     try:
@@ -112,4 +112,4 @@ def putting(path: Path, content: bytes, *, durable: bool) -> Iterator[None]:
     finally:
         file.close()
     if durable:
-        sync(path.parent)
+        fsync_path(path.parent)

@@ -6,11 +6,11 @@ import socket
 
 import psutil
 
-from meshrl.common.base.host.ports import ANYWHERE, ports
-from meshrl.common.base.host.settings import advertised_host
+from meshrl.common.base.host.listen_addresses import WILDCARD_HOSTS, parse_listen_address
+from meshrl.common.base.host.settings import parse_advertised_host
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The interface that has this address; empty when none has."""
     name: str
     for name, addresses in psutil.net_if_addrs().items():
@@ -19,19 +19,19 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def interface_behind(bind: str, advertise: str) -> str:
+def find_bind_interface(bind: str, advertise: str) -> str:
     """The interface with the address that this host advertises, where `bind` is all of them; empty
     where it is not, or that address is another's, as a router's in front of it. Blocks.
     """
-    if ports(bind, "mesh.bind")[0] not in ANYWHERE:
+    if parse_listen_address(bind, "mesh.bind")[0] not in WILDCARD_HOSTS:
         return ""
     try:
-        return interface_of(socket.gethostbyname(advertised_host(advertise)))
+        return find_interface(socket.gethostbyname(parse_advertised_host(advertise)))
     except OSError:
         return ""
 
 
-def address_of(interface: str) -> str:
+def find_address(interface: str) -> str:
     """The address of an interface at which others reach it, of version 4 if it has one; empty when
     it has none, or there is no such interface.
     """

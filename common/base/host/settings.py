@@ -21,52 +21,54 @@ REDIS_ENV = "MESHRL_REDIS_URL"  # of a Redis to use in place of one of ours
 WORKER_ENV = "MESHRL_WORKER"  # the name of the worker that has started a role process
 DEVICE_ENV = "MESHRL_DEVICE"  # what that worker is: cpu or cuda
 ACCELERATOR_ENV = "MESHRL_ACCELERATOR"  # and what its accelerator is called, as cuda:0 NVIDIA H200
-MESH_ENV = "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
+MESH_TAG_ENV = (
+    "MESHRL_MESH"  # by which a process is known to be a mesh's, wherever its settings are
+)
 # Processes that run a job author's code have no part in the mesh beside the channel to who started
 # them, and are not told where its settings are, nor the URL of a Redis, which may hold a password.
-WITHOUT_SETTINGS = {SETTINGS_ENV: "", REDIS_ENV: ""}
-OFF = "off"  # value of `metrics` that serves none
+SCRUBBED_ENV = {SETTINGS_ENV: "", REDIS_ENV: ""}
+METRICS_OFF = "off"  # value of `metrics` that serves none
 SECRET_BYTES = 32  # of a mesh: who knows its secret belongs to it
-HOST_NAME = 24  # characters of the machine's own name in a host's
+MAX_HOST_NAME_CHARS = 24  # characters of the machine's own name in a host's
 
 
-def derived(secret: str, purpose: str) -> bytes:
+def derive_key(secret: str, purpose: str) -> bytes:
     """32 bytes of the secret of a mesh for one purpose ("redis/trainer"), by keyed BLAKE2b: the
     secret is never sent itself, and those of one purpose tell nothing of it, or of another's.
     """
     return hashlib.blake2b(purpose.encode(), key=bytes.fromhex(secret), digest_size=32).digest()
 
 
-def redis_user(role: str, host: str) -> str:
+def make_redis_user(role: str, host: str) -> str:
     """The user of Redis that processes of `role` on `host` are."""
     return f"{role}@{host}"
 
 
-def redis_password(secret: str, role: str) -> str:
+def derive_redis_password(secret: str, role: str) -> str:
     """Its password, under the host's `secret`."""
-    return derived(secret, f"redis/{role}").hex()
+    return derive_key(secret, f"redis/{role}").hex()
 
 
-def mark_of(settings: str | Path) -> str:
+def compute_mesh_tag(settings: str | Path) -> str:
     """The value of MESH_ENV in the processes of the mesh with this file of settings."""
     return hashlib.blake2b(os.fsencode(settings), digest_size=16).hexdigest()
 
 
-def kept_file(files: str | Path, process: str) -> Path:
+def make_offload_path(directory: str | Path, process: str) -> Path:
     """Where a role process keeps its tensors in a directory that is `kept_directory`."""
-    return Path(files) / (process.replace("/", "-") + ".kept")
+    return Path(directory) / (process.replace("/", "-") + ".kept")
 
 
-def new_host() -> str:
+def generate_host_name() -> str:
     """A name for the host whose processes these settings are for, which no other has: containers
     and namespaces of one machine share its name and boot, and see neither each other's files nor
     each other's processes.
     """
     name = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().partition(".")[0].lower())
-    return f"{name[:HOST_NAME]}-{secrets.token_hex(3)}"
+    return f"{name[:MAX_HOST_NAME_CHARS]}-{secrets.token_hex(3)}"
 
 
-def advertised_host(advertise: str) -> str:
+def parse_advertised_host(advertise: str) -> str:
     """The host in `mesh.advertise`, which is HOST or tcp://HOST, with or without a port; empty when
     that is.
     """
@@ -74,7 +76,7 @@ def advertised_host(advertise: str) -> str:
     return found.group(1) if found else advertise
 
 
-def refuse_shared(path: Path) -> None:
+def require_private_file(path: Path) -> None:
     """ConfigError for a file that names servers and holds secrets, and is not this user's alone."""
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()) or stat.S_IMODE(found.st_mode) & 0o077:
@@ -94,8 +96,8 @@ class MeshSettings:
     bind: str = "tcp://127.0.0.1:*"
     advertise: str = ""
     stall_s: float = 30.0
-    host: str = field(default_factory=new_host)  # made once, where the settings are
-    metrics: str = "127.0.0.1:*"  # see `meshrl.common.base.host.ports`; off: nowhere
+    host: str = field(default_factory=generate_host_name)  # made once, where the settings are
+    metrics: str = "127.0.0.1:*"  # see `meshrl.common.base.host.listen_addresses`; off: nowhere
     nice: int = 0  # for the role processes that this process starts
     worker: str = ""  # that has started this process, a role process
     device: str = ""  # of that worker: cpu or cuda
@@ -121,18 +123,18 @@ class MeshSettings:
     authority: str = ""
 
     @property
-    def places(self) -> tuple[str, str]:
+    def offload_targets(self) -> tuple[str, str]:
         """Who owns segments of memory for this process, and the directory of the files in which it
         keeps its tensors while it sleeps; both are empty where no worker has started it.
         """
-        return self.worker, self.kept_directory(self.worker) if self.worker else ""
+        return self.worker, self.make_offload_directory(self.worker) if self.worker else ""
 
     @property
-    def sealed(self) -> bool:
+    def is_bulk_encrypted(self) -> bool:
         """Whether bulk bytes are encrypted."""
         return self.joinable if self.encrypt is None else self.encrypt
 
-    def redis_as(self, role: str) -> str:
+    def make_redis_url(self, role: str) -> str:
         """The URL by which a process of `role` reaches Redis: as that role's user of this host
         where hosts may join.
         """
@@ -140,10 +142,10 @@ class MeshSettings:
             return self.redis_url
         scheme, _, rest = self.redis_url.partition("://")
         authority = f"?ssl_ca_certs={quote(self.authority)}" if self.authority else ""
-        user = quote(redis_user(role, self.host), safe="")
-        return f"{scheme}://{user}:{redis_password(self.secret, role)}@{rest}{authority}"
+        user = quote(make_redis_user(role, self.host), safe="")
+        return f"{scheme}://{user}:{derive_redis_password(self.secret, role)}@{rest}{authority}"
 
-    def kept_directory(self, worker: str) -> str:
+    def make_offload_directory(self, worker: str) -> str:
         """Where role processes of a worker keep their tensors on disk."""
         return str(Path(self.run_root) / "mesh" / "kept" / worker.replace("/", "-"))
 
@@ -170,7 +172,7 @@ class MeshSettings:
         """The settings in a file; ConfigError as for `from_env`."""
         where = str(path)
         try:
-            refuse_shared(path)
+            require_private_file(path)
             return cls(**documents.decode(path.read_bytes(), where))
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"unusable settings: {error}", where=where) from None

@@ -13,12 +13,18 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TextIO, cast
 
-KEPT = "\n\t"
+ALLOWED_CONTROLS = "\n\t"
 CONTROL = (*range(0x20), *range(0x7F, 0xA0))  # C0, with ESC; DEL; and C1
 BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 # Line and paragraph separators, annotations, tags and halves of surrogate pairs, which no encoding
 # takes.
-UNSEEN = (0x2028, 0x2029, *range(0xFFF9, 0xFFFC), *range(0xE0000, 0xE0080), *range(0xD800, 0xE000))
+INVISIBLE = (
+    0x2028,
+    0x2029,
+    *range(0xFFF9, 0xFFFC),
+    *range(0xE0000, 0xE0080),
+    *range(0xD800, 0xE000),
+)
 
 
 def _escape(code: int) -> str:
@@ -27,28 +33,32 @@ def _escape(code: int) -> str:
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
-_ESCAPES = {code: _escape(code) for code in (*CONTROL, *BIDI, *UNSEEN) if chr(code) not in KEPT}
+_ESCAPES = {
+    code: _escape(code)
+    for code in (*CONTROL, *BIDI, *INVISIBLE)
+    if chr(code) not in ALLOWED_CONTROLS
+}
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return a text as a terminal may be given it; newlines and tabs stay."""
     if text.isascii() and text.isprintable():
         return text
     return text.replace("\r\n", "\n").translate(_ESCAPES)
 
 
-class VisibleStream:
+class EscapingStream:
     """A text stream that shows control characters; `behind` is the stream that it writes to."""
 
     def __init__(self, stream: TextIO) -> None:
-        self.behind = stream
+        self.raw_stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
+        return getattr(self.raw_stream, name)
 
     def write(self, text: str) -> int:
         """Write a text; return its length."""
-        self.behind.write(visible(text))
+        self.raw_stream.write(escape_controls(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -57,23 +67,29 @@ class VisibleStream:
             self.write(line)
 
 
-def behind(stream: TextIO) -> TextIO:
+def unwrap_stream(stream: TextIO) -> TextIO:
     """Return the stream that takes control characters, for those that a program writes itself."""
-    return stream.behind if isinstance(stream, VisibleStream) else stream
+    return stream.raw_stream if isinstance(stream, EscapingStream) else stream
 
 
 def print_traceback(
     kind: type[BaseException], error: BaseException, tb: TracebackType | None
 ) -> None:
     """Print an unhandled exception; for `sys.excepthook`."""
-    print(visible("".join(traceback.format_exception(kind, error, tb))), file=sys.stderr, end="")
+    print(
+        escape_controls("".join(traceback.format_exception(kind, error, tb))),
+        file=sys.stderr,
+        end="",
+    )
 
 
 @contextmanager
-def guarded_output() -> Iterator[None]:
+def escaped_output() -> Iterator[None]:
     """Within this block standard output and error show control characters."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(behind(stream))) for stream in before)
+    sys.stdout, sys.stderr = (
+        cast(TextIO, EscapingStream(unwrap_stream(stream))) for stream in before
+    )
     try:
         yield
     finally:

@@ -15,44 +15,44 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK = 16  # tokens; as kBlock in kernels/csrc/attention.h
+BLOCK_TOKENS = 16  # tokens; as kBlock in kernels/csrc/attention.h
 
 TokenIds = NDArray[np.int64]
 
 
-def blocks_of(tokens: int) -> int:
+def count_blocks(tokens: int) -> int:
     """The number of blocks that so many tokens take."""
-    return -(-tokens // BLOCK)
+    return -(-tokens // BLOCK_TOKENS)
 
 
 class BlockPool:
     """Counts the holders of each block."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.holders = np.zeros(count, np.int64)
-        self._free = list(range(count - 1, -1, -1))
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = np.zeros(num_blocks, np.int64)
+        self._free_blocks = list(range(num_blocks - 1, -1, -1))
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """The number of blocks that nobody holds."""
-        return len(self._free)
+        return len(self._free_blocks)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A block with one holder; IndexError when none is free."""
-        block = self._free.pop()
-        self.holders[block] = 1
+        block = self._free_blocks.pop()
+        self.ref_counts[block] = 1
         return block
 
-    def hold(self, block: int) -> None:
+    def add_reference(self, block: int) -> None:
         """Counts one more holder of a block."""
-        self.holders[block] += 1
+        self.ref_counts[block] += 1
 
-    def drop(self, block: int) -> None:
+    def remove_reference(self, block: int) -> None:
         """Counts one holder fewer; a block without holders is free."""
-        self.holders[block] -= 1
-        if not self.holders[block]:
-            self._free.append(block)
+        self.ref_counts[block] -= 1
+        if not self.ref_counts[block]:
+            self._free_blocks.append(block)
 
 
 @dataclass(slots=True)
@@ -63,21 +63,23 @@ class _PrefixNode:
     parent: int
     tokens: TokenIds
     children: dict[bytes, int] = field(default_factory=dict)
-    tails: dict[int, int] = field(default_factory=dict)  # block -> node, of blocks that were begun
+    partial_children: dict[int, int] = field(
+        default_factory=dict
+    )  # block -> node, of blocks that were begun
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PrefixMatch:
     """The known part of a prefix: whole blocks, and the first `tail` tokens of block `copied`."""
 
     blocks: list[int]
-    tail: int = 0
-    copied: int = -1
+    num_tail_tokens: int = 0
+    tail_block: int = -1
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens whose keys and values are found."""
-        return len(self.blocks) * BLOCK + self.tail
+        return len(self.blocks) * BLOCK_TOKENS + self.num_tail_tokens
 
 
 class PrefixCache:
@@ -93,28 +95,30 @@ class PrefixCache:
     def clear(self) -> None:
         """Forgets all prefixes, because there are other weights."""
         for node in self._nodes.values():
-            self._pool.drop(node.block)
-        self._last = 0  # node ids are never used twice
+            self._pool.remove_reference(node.block)
+        self._last_node_id = 0  # node ids are never used twice
         self._roots: dict[int, _PrefixNode] = {}  # by id; those of nodes are above 0
         self._nodes.clear()
-        self._tail_at: dict[int, int] = {}  # block -> its node, while it is a tail
+        self._tail_nodes: dict[int, int] = {}  # block -> its node, while it is a tail
 
     @property
-    def blocks(self) -> int:
+    def num_blocks(self) -> int:
         """The number of blocks that the tree holds."""
         return len(self._nodes)
 
-    def match(self, tokens: TokenIds, weights: int = 0) -> Match:
+    def match(self, tokens: TokenIds, weights_id: int = 0) -> PrefixMatch:
         """The longest known prefix of `tokens`."""
-        path = self._path(tokens, weights)
+        path = self._match_path(tokens, weights_id)
         for node in reversed(path):  # parents count as used after their children
             self._nodes.move_to_end(node)
         blocks = [self._nodes[node].block for node in path]
-        tail, copied = self._tail(path[-1] if path else _root(weights), tokens[len(path) * BLOCK :])
-        return Match(blocks, tail, copied)
+        tail, copied = self._match_tail(
+            path[-1] if path else _get_root_id(weights_id), tokens[len(path) * BLOCK_TOKENS :]
+        )
+        return PrefixMatch(blocks, tail, copied)
 
     def insert(
-        self, tokens: TokenIds, blocks: NDArray[np.int32], tail: bool, weights: int = 0
+        self, tokens: TokenIds, blocks: NDArray[np.int32], include_tail: bool, weights_id: int = 0
     ) -> None:
         """Makes `tokens`, which lie in `blocks`, known; `tail`: a last block that is not full, too.
 
@@ -122,39 +126,39 @@ class PrefixCache:
         holds a block of the tree holds all that lie before it. A tail stays known when its block
         fills up, as long as the tree holds that.
         """
-        path = self._path(tokens, weights)
+        path = self._match_path(tokens, weights_id)
         for index, node in enumerate(path):
             ours, theirs = self._nodes[node].block, int(blocks[index])
             if ours != theirs:
-                self._pool.hold(ours)
-                self._pool.drop(theirs)
+                self._pool.add_reference(ours)
+                self._pool.remove_reference(theirs)
                 blocks[index] = ours
-        whole = len(tokens) // BLOCK
-        parent = path[-1] if path else _root(weights)
+        whole = len(tokens) // BLOCK_TOKENS
+        parent = path[-1] if path else _get_root_id(weights_id)
         for index in range(len(path), whole):
-            part = tokens[index * BLOCK : (index + 1) * BLOCK].copy()
+            part = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].copy()
             block = int(blocks[index])
-            node = self._tail_at.pop(block, 0) or self._add(block, parent, part)
+            node = self._tail_nodes.pop(block, 0) or self._add_node(block, parent, part)
             self._nodes[node].tokens = part
-            self._node(parent).children[part.tobytes()] = node
+            self._get_node(parent).children[part.tobytes()] = node
             parent = node
-        rest = tokens[whole * BLOCK :]
-        if not tail or self._tail(parent, rest)[0] == len(rest):
+        rest = tokens[whole * BLOCK_TOKENS :]
+        if not include_tail or self._match_tail(parent, rest)[0] == len(rest):
             return
         block = int(blocks[whole])
-        self.forget_tail(block)
-        self._tail_at[block] = self._add(block, parent, rest.copy())
-        self._node(parent).tails[block] = self._tail_at[block]
+        self.remove_tail(block)
+        self._tail_nodes[block] = self._add_node(block, parent, rest.copy())
+        self._get_node(parent).partial_children[block] = self._tail_nodes[block]
 
-    def forget_tail(self, block: int) -> None:
+    def remove_tail(self, block: int) -> None:
         """Forgets a block that is not whole yet, since it is going to hold other tokens."""
-        if block in self._tail_at:
-            self._remove(self._tail_at[block])
+        if block in self._tail_nodes:
+            self._remove_node(self._tail_nodes[block])
 
-    def _tail(self, parent: int, rest: TokenIds) -> tuple[int, int]:
+    def _match_tail(self, parent: int, rest: TokenIds) -> tuple[int, int]:
         """(n, block): which holds the most of the first tokens of `rest`; (0, -1): none does."""
         best, found = 0, -1
-        for block, node in self._node(parent).tails.items():
+        for block, node in self._get_node(parent).partial_children.items():
             tail = self._nodes[node].tokens
             n = min(len(tail), len(rest))
             same = tail[:n] == rest[:n]
@@ -170,53 +174,53 @@ class PrefixCache:
             for node, found in self._nodes.items():
                 if len(gone) == count:
                     break
-                leaf = not found.children and not found.tails
-                if leaf and self._pool.holders[found.block] == 1:
+                leaf = not found.children and not found.partial_children
+                if leaf and self._pool.ref_counts[found.block] == 1:
                     gone.append(node)
             if not gone:
                 return
             for node in gone:
-                self._remove(node)
+                self._remove_node(node)
             count -= len(gone)  # what is left may be leaves now
 
-    def evictable(self) -> int:
+    def count_evictable(self) -> int:
         """Blocks that only the tree holds; nobody else holds what lies behind such a block."""
         blocks = [node.block for node in self._nodes.values()]
-        return int((self._pool.holders[blocks] == 1).sum()) if blocks else 0
+        return int((self._pool.ref_counts[blocks] == 1).sum()) if blocks else 0
 
-    def _path(self, tokens: TokenIds, weights: int) -> list[int]:
+    def _match_path(self, tokens: TokenIds, weights_id: int) -> list[int]:
         path: list[int] = []
-        root = _root(weights)
-        for index in range(len(tokens) // BLOCK):
-            key = tokens[index * BLOCK : (index + 1) * BLOCK].tobytes()
-            found = self._node(path[-1] if path else root).children.get(key)
+        root = _get_root_id(weights_id)
+        for index in range(len(tokens) // BLOCK_TOKENS):
+            key = tokens[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS].tobytes()
+            found = self._get_node(path[-1] if path else root).children.get(key)
             if found is None:
                 break
             path.append(found)
         return path
 
-    def _node(self, node: int) -> _PrefixNode:
-        if node > 0:
-            return self._nodes[node]
-        return self._roots.setdefault(node, _PrefixNode(-1, -1, np.zeros(0, np.int64)))
+    def _get_node(self, node_id: int) -> _PrefixNode:
+        if node_id > 0:
+            return self._nodes[node_id]
+        return self._roots.setdefault(node_id, _PrefixNode(-1, -1, np.zeros(0, np.int64)))
 
-    def _add(self, block: int, parent: int, tokens: TokenIds) -> int:
-        self._last += 1
-        self._pool.hold(block)
-        self._nodes[self._last] = _PrefixNode(block, parent, tokens)
-        return self._last
+    def _add_node(self, block: int, parent: int, tokens: TokenIds) -> int:
+        self._last_node_id += 1
+        self._pool.add_reference(block)
+        self._nodes[self._last_node_id] = _PrefixNode(block, parent, tokens)
+        return self._last_node_id
 
-    def _remove(self, node: int) -> None:
-        gone = self._nodes.pop(node)
-        parent = self._node(gone.parent)
-        self._tail_at.pop(gone.block, None)
-        parent.tails.pop(gone.block, None)
-        if len(gone.tokens) == BLOCK:
+    def _remove_node(self, node_id: int) -> None:
+        gone = self._nodes.pop(node_id)
+        parent = self._get_node(gone.parent)
+        self._tail_nodes.pop(gone.block, None)
+        parent.partial_children.pop(gone.block, None)
+        if len(gone.tokens) == BLOCK_TOKENS:
             del parent.children[gone.tokens.tobytes()]
-        if gone.parent <= 0 and not parent.children and not parent.tails:
+        if gone.parent <= 0 and not parent.children and not parent.partial_children:
             self._roots.pop(gone.parent, None)  # of weights that may never come back
-        self._pool.drop(gone.block)
+        self._pool.remove_reference(gone.block)
 
 
-def _root(weights: int) -> int:
-    return -weights
+def _get_root_id(weights_id: int) -> int:
+    return -weights_id

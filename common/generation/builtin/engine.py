@@ -2,7 +2,7 @@
 
 Continuous batching at the level of tokens: each step holds one token of every request that decodes
 and, up to a budget, stretches of known tokens (prompts, tool results) of requests that join. What
-computes the step is a part (`parts.py`): a native decoder, or the same model in torch.
+computes the step is a part (`step_compute.py`): a native decoder, or the same model in torch.
 """
 
 from __future__ import annotations
@@ -14,30 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock, SystemClock
-from meshrl.common.base.errors import ConfigError, Damaged, Refused
-from meshrl.common.generation.batch.adapters import changes_of
-from meshrl.common.generation.batch.paged import PagedMemory
-from meshrl.common.generation.batch.parts import StepCompute
+from meshrl.common.base.errors import ConfigError, CorruptData, Refused
+from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
+from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.builtin.loaded import LoadedWeights, check_shapes, shapes_of
-from meshrl.common.generation.builtin.prefix_loads import cached
-from meshrl.common.generation.builtin.schedule import STRETCH, Schedule
-from meshrl.common.generation.builtin.stop_text import StopText
-from meshrl.common.generation.contract import (
-    NO_VERSION,
-    Flush,
-    Ints,
-    Request,
-    SessionCache,
-    check,
-    in_use,
-    no_weights,
-    replacing,
-    too_long,
+from meshrl.common.generation.batch.step_compute import StepCompute
+from meshrl.common.generation.builtin.loaded_weights import (
+    LoadedWeights,
+    check_shapes,
+    get_tensor_shapes,
 )
-from meshrl.common.generation.loading import Prefixes
+from meshrl.common.generation.builtin.prefix_loads import describe_cache
+from meshrl.common.generation.builtin.scheduler import MIN_PREFILL_TOKENS, BatchScheduler
+from meshrl.common.generation.builtin.stop_strings import StopStringChecker
+from meshrl.common.generation.engine_contract import (
+    NO_VERSION,
+    EngineOutput,
+    GenerationRequest,
+    IntArray,
+    SessionCache,
+    adapter_in_use_error,
+    check_request,
+    no_weights_error,
+    quarantine_on_error,
+    sequence_too_long_error,
+)
+from meshrl.common.generation.prefix_loading import PrefixStore
 from meshrl.common.model.architecture.config import ModelConfig
 
 
@@ -53,7 +57,7 @@ class EngineOptions:
     read_back: bool = False  # weights are compared with what they were to be: as long again
 
 
-class TorchEngine:
+class BuiltinEngine:
     """The built-in engine; it keeps to the contract `TokenEngine`. It sleeps until `wake` brings
     the first weights, of this model's shapes.
     """
@@ -62,9 +66,9 @@ class TorchEngine:
         self,
         slots: Slots,
         compute: StepCompute,
-        memory: PagedMemory,
+        paged_cache: PagedCache,
         config: ModelConfig,
-        path: str,
+        backend: str,
         options: EngineOptions,
     ) -> None:
         if options.kv_on_update not in ("keep", "recompute"):
@@ -73,26 +77,34 @@ class TorchEngine:
                 where="rollout.kv_on_update",
                 fix="use keep or recompute",
             )
-        self.path = path  # what computes, for people
-        self.steps = 0
+        self.backend = backend  # what computes, for people
+        self.num_steps = 0
         self.tokens_generated = 0
         self.busy_s = 0.0
         self.compute_s = 0.0  # the part of busy_s that the model took
-        self.due_s = 0.0
+        self.next_step_delay_s = 0.0
         self.tokens_computed = 0  # sampled or given, by the model; what was shared does not count
-        self.tensor_parallel = 1
-        self._slots, self._compute, self._memory = slots, compute, memory
-        self._config, self._shapes, self._options = config, shapes_of(config), options
+        self.tensor_parallel_size = 1
+        self._slots, self._compute, self._paged_cache = slots, compute, paged_cache
+        self._config, self._tensor_shapes, self._options = (
+            config,
+            get_tensor_shapes(config),
+            options,
+        )
         self._clock = options.clock or SystemClock()
-        self._recompute = options.kv_on_update == "recompute"
-        self._stop_text = StopText(options.decode)
-        self._queue: dict[int, Request] = {}  # waiting for a slot, by id, in order
+        self._recompute_on_update = options.kv_on_update == "recompute"
+        self._stop_checker = StopStringChecker(options.decode)
+        self._queue: dict[int, GenerationRequest] = {}  # waiting for a slot, by id, in order
         self._weights = LoadedWeights(slots)
-        about = slots, compute, memory, self._weights, self._stop_text, self._clock
-        self.schedule = Schedule(*about, mixed=not self._recompute)
-        loads = self.schedule.loads
-        self.expect, self.offer, self.keep_all = loads.expect, loads.offer, loads.keep_all
-        self._paused = False
+        about = slots, compute, paged_cache, self._weights, self._stop_checker, self._clock
+        self.scheduler = BatchScheduler(*about, allow_mixed_versions=not self._recompute_on_update)
+        loads = self.scheduler.prefix_loads
+        self.expect_load, self.offer_load, self.offload_all = (
+            loads.expect_load,
+            loads.offer_load,
+            loads.offload_all,
+        )
+        self._is_paused = False
 
     @property
     def version(self) -> int:
@@ -100,34 +112,34 @@ class TorchEngine:
         return self._weights.version
 
     @property
-    def preempted(self) -> int:
+    def num_preempted(self) -> int:
         """Requests that gave up their cache to older ones."""
-        return self.schedule.preempted
+        return self.scheduler.num_preempted
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         """The number of requests that have a slot."""
-        return self._slots.running
+        return self._slots.num_running
 
     @property
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """The number of requests that wait for a slot."""
         return len(self._queue)
 
     @property
-    def ended(self) -> bool:
+    def has_finished(self) -> bool:
         """Whether a request has ended since the last drain."""
-        return self._slots.ended
+        return self._slots.has_finished
 
     @property
-    def adapters(self) -> Mapping[str, int]:
+    def adapter_versions(self) -> Mapping[str, int]:
         """The versions of the adapters that are loaded beside the base, by their names."""
         return self._weights.adapters
 
     @property
     def prefill_tokens_per_s(self) -> float:
         """Known tokens computed in a second, as measured lately; 0: not measured yet."""
-        return self.schedule.prefill.tokens_per_s
+        return self.scheduler.prefill_rate.tokens_per_s
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -135,67 +147,72 @@ class TorchEngine:
         return self._compute.cache_bytes_per_token
 
     @property
-    def prefixes(self) -> Prefixes | None:
+    def prefix_store(self) -> PrefixStore | None:
         """Where caches are kept that have no room here; None: nowhere."""
-        return self.schedule.loads.prefixes
+        return self.scheduler.prefix_loads.store
 
-    @prefixes.setter
-    def prefixes(self, prefixes: Prefixes | None) -> None:
-        self.schedule.loads.prefixes = prefixes
+    @prefix_store.setter
+    def prefix_store(self, prefixes: PrefixStore | None) -> None:
+        self.scheduler.prefix_loads.store = prefixes
 
     @property
     def cache_layout(self) -> str:
         """How keys and values lie in copies of its cache: engines of equal layout can use them."""
-        return self._compute.layout
+        return self._compute.cache_layout
 
     # -- requests --------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Takes all requests or none; Refused names one that cannot be run. Ids in work are left
         alone.
         """
         for request in requests:
-            check(request, self._compute.vocab_size, self._weights.places, self._config.absent_ids)
-            self._stop_text.check(request)
+            check_request(
+                request,
+                self._compute.vocab_size,
+                self._weights.adapter_indices,
+                self._config.absent_ids,
+            )
+            self._stop_checker.check_request(request)
         for request in requests:
             if request.id in self._queue or request.id in self._slots:
                 continue
-            if request.max_new < 1 or len(request.tokens) >= self._slots.max_length:
-                self._slots.finish_unplaced(request.id, Finish.LENGTH)
-            elif self._stop_text.met(request):
-                self._slots.finish_unplaced(request.id, Finish.STOP)
-            elif self._slots.keeps(request.session):
-                self.schedule.start(request)
+            if request.max_new_tokens < 1 or len(request.tokens) >= self._slots.max_length:
+                self._slots.finish_without_slot(request.id, FinishReason.LENGTH)
+            elif self._stop_checker.has_stopped(request):
+                self._slots.finish_without_slot(request.id, FinishReason.STOP)
+            elif self._slots.has_idle_session(request.session):
+                self.scheduler.start_request(request)
             else:
                 self._queue[request.id] = request
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends these requests with ABORTED; ids that are not in work are skipped."""
         for request_id in ids:
-            slot = self._slots.slot_of(request_id)
+            slot = self._slots.find_slot(request_id)
             if slot is not None:
-                self.schedule.end(slot, Finish.ABORTED)
+                self.scheduler.finish_request(slot, FinishReason.ABORTED)
             elif self._queue.pop(request_id, None):
-                self._slots.finish_unplaced(request_id, Finish.ABORTED)
+                self._slots.finish_without_slot(request_id, FinishReason.ABORTED)
 
-    def release(self, sessions: Iterable[int]) -> None:
+    def release_sessions(self, sessions: Iterable[int]) -> None:
         """Frees the slots and blocks of sessions that have ended."""
         gone = list(sessions)
-        for slot in self._slots.release(gone):
-            self._memory.free(slot)
-        self.schedule.loads.release(gone)
+        for slot in self._slots.release_sessions(gone):
+            self._paged_cache.free_slot(slot)
+        self.scheduler.prefix_loads.release_sessions(gone)
 
-    def drain(self, ended_only: bool = False) -> Flush | None:
+    def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
         """See `TokenEngine`."""
-        return self._slots.drain(ended_only)
+        return self._slots.drain_outputs(finished_only)
 
     def pause(self) -> None:
         """Makes `step` do nothing until `resume`."""
-        self._paused = True
+        self._is_paused = True
 
     def resume(self) -> None:
         """Lets `step` run again after `pause`."""
-        self._paused = False
+        self._is_paused = False
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -203,74 +220,74 @@ class TorchEngine:
         """Runs one step of the batch, or several where no request joins. False: paused, asleep,
         quarantined, or no work.
         """
-        if self._paused or not self._weights.able:
+        if self._is_paused or not self._weights.is_ready:
             return False
         began = self._clock.monotonic()
-        while self._queue and self._slots.available():
-            self.schedule.start(self._queue.pop(next(iter(self._queue))))
-        self.schedule.loads.take()
-        schedule = self.schedule
-        steps = 1 if schedule.joining or self._stop_text else self._options.steps
-        schedule.hold_room(steps)
-        if schedule.joining:  # somebody had to give way: room is only sure for one step
+        while self._queue and self._slots.has_available_slot():
+            self.scheduler.start_request(self._queue.pop(next(iter(self._queue))))
+        self.scheduler.prefix_loads.place_received_chunks()
+        schedule = self.scheduler
+        steps = 1 if schedule.prefill_slots or self._stop_checker else self._options.steps
+        schedule.reserve_decode_blocks(steps)
+        if schedule.prefill_slots:  # somebody had to give way: room is only sure for one step
             steps = 1
-        joining, counts = schedule.plan()
-        rows = schedule.rows
+        joining, counts = schedule.plan_prefill()
+        rows = schedule.decode_slots
         if not len(rows) and not joining:
             return False
-        self._run(rows, joining, counts, 1 if joining else steps)
+        self._run_step(rows, joining, counts, 1 if joining else steps)
         self.busy_s += self._clock.monotonic() - began
         return True
 
-    def _run(
+    def _run_step(
         self, rows: NDArray[np.int64], joining: list[int], stretches: list[int], steps: int
     ) -> None:
-        slots, schedule = self._slots, self.schedule
+        slots, schedule = self._slots, self.scheduler
         counts = np.ones(len(rows) + len(joining), np.int64)
         if joining:
             counts[len(rows) :] = stretches
             rows = np.concatenate((rows, np.array(joining, np.int64)))
         before, computed = slots.known[rows], slots.computed[rows]
         began = self._clock.monotonic()
-        sampled = self._compute.run(rows, counts, steps, self._options.budget_s)
+        sampled = self._compute.run_steps(rows, counts, steps, self._options.budget_s)
         took = self._clock.monotonic() - began
         self.compute_s += took
         if joining:
-            schedule.prefill.add(sum(stretches), int(counts.sum()), took)
+            schedule.prefill_rate.add_step(sum(stretches), int(counts.sum()), took)
         self.tokens_generated += sampled
-        self.steps += max(1, sampled // len(rows))
+        self.num_steps += max(1, sampled // len(rows))
         self.tokens_computed += int((slots.computed[rows] - computed).sum())
         grew = slots.known[rows] > before
-        first = slots.first_sampled[rows]
-        slots.first_sampled[rows] = np.where(grew, np.minimum(first, before), first)
+        first = slots.first_sampled_index[rows]
+        slots.first_sampled_index[rows] = np.where(grew, np.minimum(first, before), first)
         for slot in joining:
-            self._memory.publish(slot, tail=True)
-            schedule.loads.meet(slot)
+            self._paged_cache.publish_prefix(slot, include_tail=True)
+            schedule.prefix_loads.skip_loaded_tokens(slot)
             ahead = slots.known[slot] - slots.computed[slot]
-            if ahead < STRETCH and slot not in schedule.loads:
-                schedule.set_joining(slot, False)
-                schedule.loads.keep(slot, lost=False)
-        if self._stop_text:
-            self._stop_text.look(slots)
-        for slot in rows[slots.finish[rows] != Finish.RUNNING].tolist():
-            self.schedule.end(slot, Finish(slots.finish[slot]))
+            if ahead < MIN_PREFILL_TOKENS and slot not in schedule.prefix_loads:
+                schedule.set_prefilling(slot, False)
+                schedule.prefix_loads.offload(slot, is_evicted=False)
+        if self._stop_checker:
+            self._stop_checker.check_slots(slots)
+        for slot in rows[slots.finish[rows] != FinishReason.RUNNING].tolist():
+            self.scheduler.finish_request(slot, FinishReason(slots.finish[slot]))
 
     # -- sessions that move ----------------------------------------------------------------------
 
-    def cached(self, session: int) -> SessionCache | None:
+    def describe_session_cache(self, session: int) -> SessionCache | None:
         """See `TokenEngine`."""
-        slot = self._slots.idle_slot(session)
-        if slot is None or not self._weights.able:
+        slot = self._slots.find_idle_slot(session)
+        if slot is None or not self._weights.is_ready:
             return None
-        adapter = self._weights.name(int(self._slots.adapter[slot]))
-        return cached(self._slots, slot, self._compute.layout, adapter)
+        adapter = self._weights.get_adapter_name(int(self._slots.adapter[slot]))
+        return describe_cache(self._slots, slot, self._compute.cache_layout, adapter)
 
-    def copied(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
+    def copy_session_cache(self, session: int, start: int, end: int) -> NDArray[np.uint8] | None:
         """See `TokenEngine`."""
-        slot = self._slots.idle_slot(session)
-        if slot is None or not self._weights.able or self._slots.computed[slot] < end:
+        slot = self._slots.find_idle_slot(session)
+        if slot is None or not self._weights.is_ready or self._slots.computed[slot] < end:
             return None
-        return self._compute.read(slot, start, end)
+        return self._compute.read_cache(slot, start, end)
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -278,36 +295,36 @@ class TorchEngine:
         """It computes nothing until it gets a whole version."""
         self._weights.version = NO_VERSION
 
-    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+    def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """What slots have cached stays, unless the engine was told to recompute; where none of a
         slot's tokens was sampled here yet it goes in any case: see `Slots.forget_unsampled`.
         """
-        check_shapes(state, self._shapes)
-        self._replace(state, version)
+        check_shapes(state, self._tensor_shapes)
+        self._load_weights(state, version)
 
-    def _replace(self, state: Mapping[str, Tensor], version: int) -> None:
-        if not self._weights.asleep:
-            with replacing(version, self.quarantine):
-                self._compute.load(state)
-                if self._options.read_back and (odd := self._compute.differing(state)):
-                    raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
+    def _load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        if not self._weights.is_asleep:
+            with quarantine_on_error(version, self.quarantine):
+                self._compute.load_weights(state)
+                if self._options.read_back and (odd := self._compute.find_differing_weights(state)):
+                    raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         # What is on its way is of the weights before.
-        self._stop_loads(list(self.schedule.loads.under_way))
-        self._weights.loaded_base(version)
-        self._memory.forget()
+        self._cancel_loads(list(self.scheduler.prefix_loads.active_loads))
+        self._weights.set_base_version(version)
+        self._paged_cache.clear_prefixes()
         # An adapter's version stays, so its tokens would not tell.
-        self.schedule.forget((self._slots.adapter > 0) | self._outdated())
+        self.scheduler.drop_caches((self._slots.adapter > 0) | self._find_outdated_slots())
 
-    def _stop_loads(self, slots: list[int]) -> None:
+    def _cancel_loads(self, slots: list[int]) -> None:
         """Has these slots drop what is on its way to them, and withdraws what is offered."""
         for slot in slots:
-            self.schedule.drop(slot, keep=False)
-        self.schedule.loads.withdraw_all()
+            self.scheduler.drop_cache(slot, offload=False)
+        self.scheduler.prefix_loads.withdraw_all_offers()
 
-    def _outdated(self) -> NDArray[np.bool_]:
+    def _find_outdated_slots(self) -> NDArray[np.bool_]:
         """Slots [slots] whose cache goes if other weights come."""
-        every = np.ones(self._slots.count, np.bool_)
-        return every if self._recompute else self._slots.unsampled()
+        every = np.ones(self._slots.num_slots, np.bool_)
+        return every if self._recompute_on_update else self._slots.find_slots_without_samples()
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -318,72 +335,74 @@ class TorchEngine:
         its last version stays as over `swap`. Refused when it does not fit, or no place is left;
         Quarantined when it broke off, and then the engine stands until it is loaded as a whole.
         """
-        changes = changes_of(self._config, tensors, scale)
-        place = self._weights.place_for(name)
+        changes = build_adapter_deltas(self._config, tensors, scale)
+        place = self._weights.choose_adapter_index(name)
 
         def quarantine() -> None:
-            if name in self._weights.places:
-                self._weights.broken.add(place)
+            if name in self._weights.adapter_indices:
+                self._weights.incomplete_adapters.add(place)
             else:
                 self._compute.drop_adapter(place)
 
-        with replacing(version, quarantine):
+        with quarantine_on_error(version, quarantine):
             self._compute.load_adapter(place, changes)
-        self._weights.loaded_adapter(name, place, version)
-        under_way = self.schedule.loads.under_way
-        self._stop_loads([i for i in under_way if self._slots.adapter[i] == place])
-        self.schedule.forget((self._slots.adapter == place) & self._outdated())
+        self._weights.set_adapter_version(name, place, version)
+        under_way = self.scheduler.prefix_loads.active_loads
+        self._cancel_loads([i for i in under_way if self._slots.adapter[i] == place])
+        self.scheduler.drop_caches((self._slots.adapter == place) & self._find_outdated_slots())
 
     def unload_adapter(self, name: str) -> None:
         """Frees an adapter. Refused while requests with it are in work."""
-        place = self._weights.places.get(name)
+        place = self._weights.adapter_indices.get(name)
         if not place:
             return
         slots = self._slots
         waits = any(request.adapter == name for request in self._queue.values())
-        if waits or (slots.adapter[slots.live()] == place).any():
-            raise in_use(name)
+        if waits or (slots.adapter[slots.list_running_slots()] == place).any():
+            raise adapter_in_use_error(name)
         for slot in np.flatnonzero(slots.adapter == place).tolist():
-            self.schedule.drop(slot, keep=False)
+            self.scheduler.drop_cache(slot, offload=False)
             slots.adapter[slot] = 0  # the place may be another's, whose cache this never is
         self._compute.drop_adapter(place)
-        self.schedule.loads.withdraw_all()
-        self._weights.unloaded(name)
+        self.scheduler.prefix_loads.withdraw_all_offers()
+        self._weights.remove_adapter(name)
 
     def sleep(self) -> None:
         """Gives back weights and cache; what is known stays, and is computed again on waking."""
-        if self._weights.asleep:
+        if self._weights.is_asleep:
             return
-        self._weights.asleep = True
-        self.keep_all()
-        for slot in range(self._slots.count):
-            self.schedule.drop(slot, keep=False)
-        self._memory.forget()
-        self.schedule.compute_again(np.ones(self._slots.count, np.bool_))
+        self._weights.is_asleep = True
+        self.offload_all()
+        for slot in range(self._slots.num_slots):
+            self.scheduler.drop_cache(slot, offload=False)
+        self._paged_cache.clear_prefixes()
+        self.scheduler.recompute(np.ones(self._slots.num_slots, np.bool_))
         self._compute.sleep()
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
         """Takes back the memory that `sleep` gave away and loads weights of `version`. Refused if
         their shapes differ.
         """
-        check_shapes(state, self._shapes)
-        if self._weights.asleep:
+        check_shapes(state, self._tensor_shapes)
+        if self._weights.is_asleep:
             self._compute.wake()
-            self._weights.asleep = False
-        self._replace(state, version)
+            self._weights.is_asleep = False
+        self._load_weights(state, version)
 
-    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
+    def score(self, tokens: IntArray, adapter: str = "") -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of all tokens but the first: float32 [n - 1]. Refused
         if the engine sleeps or the sequence does not fit.
         """
         row = np.asarray(tokens, np.int32)
-        asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
-        check(asked, self._compute.vocab_size, self._weights.places, self._config.absent_ids)
-        if not self._weights.able:
-            raise no_weights()
+        asked = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        check_request(
+            asked, self._compute.vocab_size, self._weights.adapter_indices, self._config.absent_ids
+        )
+        if not self._weights.is_ready:
+            raise no_weights_error()
         if len(tokens) > self._slots.max_length:
-            raise too_long(len(tokens), self._slots.max_length)
-        blocks = self.schedule.borrow(len(tokens))
+            raise sequence_too_long_error(len(tokens), self._slots.max_length)
+        blocks = self.scheduler.borrow_blocks(len(tokens))
         if blocks is None:
             raise Refused(
                 f"{len(tokens)} tokens do not fit the cache",
@@ -391,6 +410,6 @@ class TorchEngine:
                 fix="raise rollout.kv_tokens",
             )
         try:
-            return self._compute.score(row, blocks, self._weights.places[adapter])
+            return self._compute.score(row, blocks, self._weights.adapter_indices[adapter])
         finally:
-            self._memory.give_back(blocks)
+            self._paged_cache.return_blocks(blocks)

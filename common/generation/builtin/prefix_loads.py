@@ -17,17 +17,26 @@ from functools import partial
 import numpy as np
 
 from meshrl.common.base.clock import Clock
-from meshrl.common.generation.batch.paged import PagedMemory
-from meshrl.common.generation.batch.parts import StepCompute
+from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.builtin.loaded import LoadedWeights
-from meshrl.common.generation.contract import MIXED, SessionCache
-from meshrl.common.generation.loading import WORTH, KeptPrefix, Loading, Origin, Prefixes, Sought
+from meshrl.common.generation.batch.step_compute import StepCompute
+from meshrl.common.generation.builtin.loaded_weights import LoadedWeights
+from meshrl.common.generation.engine_contract import MIXED_VERSIONS, SessionCache
+from meshrl.common.generation.prefix_loading import (
+    MIN_PREFIX_TOKENS,
+    CacheOrigin,
+    OffloadedPrefix,
+    PrefixLoad,
+    PrefixQuery,
+    PrefixStore,
+)
 
-OLDER = -1  # number of the weights of a cache that these weights did not compute, or not all of it
-MOST_OFFERED = 16  # sessions whose caches come before their requests
-STOP_S = 0.05  # to copy what a slot lets go of, while others decode
-LEAVE_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
+OTHER_WEIGHTS_ID = (
+    -1
+)  # number of the weights of a cache that these weights did not compute, or not all of it
+MAX_OFFERED_LOADS = 16  # sessions whose caches come before their requests
+COPY_BUDGET_S = 0.05  # to copy what a slot lets go of, while others decode
+FINAL_COPY_BUDGET_S = 2.0  # to copy what all slots have computed, when nothing decodes any more
 
 
 class PrefixLoads:
@@ -39,229 +48,254 @@ class PrefixLoads:
         self,
         slots: Slots,
         compute: StepCompute,
-        memory: PagedMemory,
+        paged_cache: PagedCache,
         clock: Clock,
-        joining: Sequence[int],
+        prefill_slots: Sequence[int],
         weights: LoadedWeights,
         *,
-        mixed: bool,
+        allow_mixed_versions: bool,
     ) -> None:
-        self.prefixes: Prefixes | None = None  # where caches are kept that have no room here
-        self.unsought: set[int] = set()  # joining slots whose prefix was not looked for yet
-        self.under_way: dict[int, Loading] = {}  # by slot
-        self.offered: dict[int, Loading] = {}  # by session, whose request is not here yet
-        self._slots, self._compute, self._memory, self._clock = slots, compute, memory, clock
-        self._joining, self._weights, self._mixed = joining, weights, mixed
+        self.store: PrefixStore | None = None  # where caches are kept that have no room here
+        self.unsearched_slots: set[int] = set()  # joining slots whose prefix was not looked for yet
+        self.active_loads: dict[int, PrefixLoad] = {}  # by slot
+        self.offered_loads: dict[int, PrefixLoad] = {}  # by session, whose request is not here yet
+        self._slots, self._compute, self._paged_cache, self._clock = (
+            slots,
+            compute,
+            paged_cache,
+            clock,
+        )
+        self._prefill_slots, self._weights, self._allow_mixed_versions = (
+            prefill_slots,
+            weights,
+            allow_mixed_versions,
+        )
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self.under_way
+        return slot in self.active_loads
 
-    def release(self, sessions: Sequence[int]) -> None:
+    def release_sessions(self, sessions: Sequence[int]) -> None:
         """These sessions have ended."""
         for session in sessions:
-            self.withdraw(session)
-        if self.prefixes is not None:
-            self.prefixes.release(sessions)
+            self.withdraw_offer(session)
+        if self.store is not None:
+            self.store.release_sessions(sessions)
 
-    def expect(self, session: int, load: Loading) -> None:
+    def expect_load(self, session: int, load: PrefixLoad) -> None:
         """The session's next request, or the one that is being prefilled, may be loaded by `load`:
         an `offer` follows, or its end.
         """
-        self.withdraw(session)
+        self.withdraw_offer(session)
         slots = self._slots
-        running = [slot for slot in slots.live() if slots.session[slot] == session]
-        late = bool(running) and running[0] not in self._joining
-        if session < 0 or late or not self._weights.able:
-            load.cancelled = True
+        running = [slot for slot in slots.list_running_slots() if slots.session_id[slot] == session]
+        late = bool(running) and running[0] not in self._prefill_slots
+        if session < 0 or late or not self._weights.is_ready:
+            load.is_cancelled = True
             return
-        self.offered[session] = load
-        while len(self.offered) > MOST_OFFERED:
-            self.withdraw(next(iter(self.offered)))
+        self.offered_loads[session] = load
+        while len(self.offered_loads) > MAX_OFFERED_LOADS:
+            self.withdraw_offer(next(iter(self.offered_loads)))
 
-    def offer(self, session: int, cache: SessionCache, load: Loading) -> bool:
+    def offer_load(self, session: int, cache: SessionCache, load: PrefixLoad) -> bool:
         """Tells what `load` brings, which may be expected already. False, and it is cancelled: it
         must not or cannot be used.
         """
-        if load.cancelled or not self._takes(cache, load):
-            load.cancelled = True
+        if load.is_cancelled or not self._is_usable(cache, load):
+            load.is_cancelled = True
             return False
-        load.cache = cache
+        load.session_cache = cache
         load.end = len(cache.tokens)
-        slot = next((slot for slot, known in self.under_way.items() if known is load), None)
+        slot = next((slot for slot, known in self.active_loads.items() if known is load), None)
         if slot is not None:
-            del self.under_way[slot]
-            self._begin(slot, load)
-        elif self.offered.get(session) is not load:
-            self.expect(session, load)
-        return not load.cancelled
+            del self.active_loads[slot]
+            self._start_load(slot, load)
+        elif self.offered_loads.get(session) is not load:
+            self.expect_load(session, load)
+        return not load.is_cancelled
 
-    def _takes(self, cache: SessionCache, load: Loading) -> bool:
-        slots, place = self._slots, self._weights.places.get(cache.adapter)
-        fits = cache.layout == self._compute.layout and len(cache.tokens) < slots.max_length
-        if place is None or not self._weights.able or not fits:
+    def _is_usable(self, cache: SessionCache, load: PrefixLoad) -> bool:
+        slots, place = self._slots, self._weights.adapter_indices.get(cache.adapter)
+        fits = cache.layout == self._compute.cache_layout and len(cache.tokens) < slots.max_length
+        if place is None or not self._weights.is_ready or not fits:
             return False
         version = int(slots.loaded[place])
-        if load.alone:
-            return self._mixed and shown(cache, version)
+        if load.is_front_first:
+            return self._allow_mixed_versions and has_other_version_sample(cache, version)
         return cache.version == version
 
-    def withdraw(self, session: int) -> None:
+    def withdraw_offer(self, session: int) -> None:
         """Nothing more is wanted of what was to come of a session."""
-        load = self.offered.pop(session, None)
+        load = self.offered_loads.pop(session, None)
         if load is not None:
-            load.cancelled = True
+            load.is_cancelled = True
 
-    def withdraw_all(self) -> None:
+    def withdraw_all_offers(self) -> None:
         """Other weights have come than what is on its way was taken for."""
-        for session in list(self.offered):
-            self.withdraw(session)
+        for session in list(self.offered_loads):
+            self.withdraw_offer(session)
 
-    def of(self, slot: int) -> Loading | None:
+    def find_load(self, slot: int) -> PrefixLoad | None:
         """What is on its way of the slot's prefix: from another engine, or what is found in a look
         of which each slot has one.
         """
-        load = self.under_way.get(slot)
+        load = self.active_loads.get(slot)
         if load is None:
-            load = self.offered.pop(int(self._slots.session[slot]), None)
-            if load is None and slot in self.unsought:
-                self.unsought.discard(slot)
-                load = self._found(slot)
+            load = self.offered_loads.pop(int(self._slots.session_id[slot]), None)
+            if load is None and slot in self.unsearched_slots:
+                self.unsearched_slots.discard(slot)
+                load = self._search_store(slot)
             if load is not None:
-                self._begin(slot, load)
-        return self.under_way.get(slot)
+                self._start_load(slot, load)
+        return self.active_loads.get(slot)
 
-    def _found(self, slot: int) -> Loading | None:
+    def _search_store(self, slot: int) -> PrefixLoad | None:
         slots = self._slots
         known, computed = int(slots.known[slot]), int(slots.computed[slot])
-        if self.prefixes is None or known - 1 - computed < WORTH:
+        if self.store is None or known - 1 - computed < MIN_PREFIX_TOKENS:
             return None
-        adapter = self._weights.name(int(slots.adapter[slot]))
+        adapter = self._weights.get_adapter_name(int(slots.adapter[slot]))
         tokens = slots.tokens[slot, :known].astype(np.int32)
-        session = int(slots.session[slot])
-        return self.prefixes.find(Sought(tokens, computed, session, adapter))
+        session = int(slots.session_id[slot])
+        return self.store.find_prefix(PrefixQuery(tokens, computed, session, adapter))
 
-    def _begin(self, slot: int, load: Loading) -> None:
+    def _start_load(self, slot: int, load: PrefixLoad) -> None:
         """Has a slot's prefix loaded, if it fits behind what the slot has computed."""
         slots = self._slots
         computed, known = int(slots.computed[slot]), int(slots.known[slot])
-        pure = not load.alone and slots.weights[slot] == slots.current(slot)
-        load.claimed = computed
+        pure = not load.is_front_first and slots.cache_weights_id[slot] == slots.get_weights_id(
+            slot
+        )
+        load.claimed_end = computed
         load.end = min(load.end, known - 1)
         fits = load.end > computed and (pure or not computed)
-        if load.alone and load.origin is not None:
+        if load.is_front_first and load.origin is not None:
             loaded = slots.loaded[slots.adapter[slot]]
             fits &= load.origin.first_version != loaded  # else no token shows the mixture
-        if fits and load.cache is not None:
-            n = min(len(load.cache.tokens), known)
-            fits = bool((slots.tokens[slot, :n] == load.cache.tokens[:n]).all())
-            fits &= self._weights.places.get(load.cache.adapter) == slots.adapter[slot]
-        load.cancelled = not fits
+        if fits and load.session_cache is not None:
+            n = min(len(load.session_cache.tokens), known)
+            fits = bool((slots.tokens[slot, :n] == load.session_cache.tokens[:n]).all())
+            fits &= (
+                self._weights.adapter_indices.get(load.session_cache.adapter) == slots.adapter[slot]
+            )
+        load.is_cancelled = not fits
         if fits:
-            self.under_way[slot] = load
-            self._take_load(slot, load)
+            self.active_loads[slot] = load
+            self._place_received_chunks(slot, load)
 
-    def front(self, slot: int, load: Loading, most: int, tokens_per_s: float) -> int:
+    def plan_compute_tokens(
+        self, slot: int, load: PrefixLoad, max_tokens: int, tokens_per_s: float
+    ) -> int:
         """How many tokens the engine computes now of a slot that is being loaded."""
         computed, now_s = int(self._slots.computed[slot]), self._clock.monotonic()
-        if load.alone and load.stalled(now_s):
-            self.stop(slot)
-            return most
-        count = load.stretch(computed, most, tokens_per_s, now_s)
-        load.claimed = max(load.claimed, computed + count)
+        if load.is_front_first and load.is_stalled(now_s):
+            self.cancel_load(slot)
+            return max_tokens
+        count = load.plan_compute_tokens(computed, max_tokens, tokens_per_s, now_s)
+        load.claimed_end = max(load.claimed_end, computed + count)
         return count
 
-    def take(self) -> None:
+    def place_received_chunks(self) -> None:
         """Puts what has come where it belongs, as far as there is room."""
-        for slot, load in list(self.under_way.items()):
-            if not len(self._memory.short(np.array([slot]), self._slots.known[[slot]])):
-                self._take_load(slot, load)
+        for slot, load in list(self.active_loads.items()):
+            if not len(
+                self._paged_cache.find_slots_short_of_blocks(
+                    np.array([slot]), self._slots.known[[slot]]
+                )
+            ):
+                self._place_received_chunks(slot, load)
 
-    def _take_load(self, slot: int, load: Loading) -> None:
-        for start, end, content in load.take(self._clock.monotonic()):
+    def _place_received_chunks(self, slot: int, load: PrefixLoad) -> None:
+        for start, end, content in load.take_chunks(self._clock.monotonic()):
             right = len(content) == self._compute.span_bytes(start, end)
-            room = not len(self._memory.short(np.array([slot]), np.array([end])))
-            if right and room and load.claimed <= start < load.end:
-                self._compute.write(slot, start, end, content)
-                load.placed[start] = min(end, load.end)
-        self.meet(slot)
+            room = not len(
+                self._paged_cache.find_slots_short_of_blocks(np.array([slot]), np.array([end]))
+            )
+            if right and room and load.claimed_end <= start < load.end:
+                self._compute.write_cache(slot, start, end, content)
+                load.loaded_spans[start] = min(end, load.end)
+        self.skip_loaded_tokens(slot)
 
-    def meet(self, slot: int) -> None:
+    def skip_loaded_tokens(self, slot: int) -> None:
         """Jumps over what has come, where the slot's computed tokens reach it."""
-        load, slots = self.under_way.get(slot), self._slots
+        load, slots = self.active_loads.get(slot), self._slots
         if load is None:
             return
         computed = int(slots.computed[slot])
-        reached = load.reach(computed)
+        reached = load.skip_loaded(computed)
         if reached > computed:
             slots, origin = self._slots, load.origin
-            if load.alone:
-                slots.weights[slot] = OLDER
-            sampled = origin is not None and origin.first_sampled < reached
-            if origin is not None and sampled and slots.first_sampled[slot] > origin.first_sampled:
-                slots.first_sampled[slot] = origin.first_sampled
-                slots.versions[slot, origin.first_sampled] = origin.first_version
-            slots.computed[slot] = load.claimed = reached
-            self._memory.publish(slot, tail=True)
-        if load.ended(reached):
-            self.stop(slot)
+            if load.is_front_first:
+                slots.cache_weights_id[slot] = OTHER_WEIGHTS_ID
+            sampled = origin is not None and origin.first_sampled_index < reached
+            if (
+                origin is not None
+                and sampled
+                and slots.first_sampled_index[slot] > origin.first_sampled_index
+            ):
+                slots.first_sampled_index[slot] = origin.first_sampled_index
+                slots.versions[slot, origin.first_sampled_index] = origin.first_version
+            slots.computed[slot] = load.claimed_end = reached
+            self._paged_cache.publish_prefix(slot, include_tail=True)
+        if load.is_done(reached):
+            self.cancel_load(slot)
 
-    def stop(self, slot: int) -> None:
+    def cancel_load(self, slot: int) -> None:
         """Nothing more is wanted of what is on its way to a slot."""
-        load = self.under_way.pop(slot, None)
+        load = self.active_loads.pop(slot, None)
         if load is not None:
-            load.cancelled = True
+            load.is_cancelled = True
 
-    def keep(self, slot: int, lost: bool, stop_s: float = STOP_S) -> None:
+    def offload(self, slot: int, is_evicted: bool, copy_budget_s: float = COPY_BUDGET_S) -> None:
         """Offers what a slot has computed to who keeps it elsewhere."""
         slots = self._slots
         n = int(slots.computed[slot])
-        if self.prefixes is None or n < WORTH or not self._weights.whole:
+        if self.store is None or n < MIN_PREFIX_TOKENS or not self._weights.is_complete:
             return
-        pure = bool(slots.weights[slot] == slots.current(slot))
-        first = min(int(slots.first_sampled[slot]), n)
+        pure = bool(slots.cache_weights_id[slot] == slots.get_weights_id(slot))
+        first = min(int(slots.first_sampled_index[slot]), n)
         own = int(slots.loaded[slots.adapter[slot]])
         version = int(slots.versions[slot, first]) if first < n else own
-        kept = KeptPrefix(
+        kept = OffloadedPrefix(
             tokens=slots.tokens[slot, :n].astype(np.int32),
-            session=int(slots.session[slot]),
-            adapter=self._weights.name(int(slots.adapter[slot])),
-            pure=pure,
-            lost=lost,
-            stop_s=stop_s,
-            origin=Origin(first, version),
-            read=partial(self._compute.read, slot),
+            session=int(slots.session_id[slot]),
+            adapter=self._weights.get_adapter_name(int(slots.adapter[slot])),
+            is_single_version=pure,
+            is_evicted=is_evicted,
+            copy_budget_s=copy_budget_s,
+            origin=CacheOrigin(first, version),
+            read=partial(self._compute.read_cache, slot),
         )
-        self.prefixes.keep(kept)
+        self.store.offload(kept)
 
-    def keep_all(self) -> None:
+    def offload_all(self) -> None:
         """Offers all that slots have computed to who keeps it elsewhere: the engine goes away."""
-        until_s = self._clock.monotonic() + LEAVE_S
-        for slot in range(self._slots.count):
+        until_s = self._clock.monotonic() + FINAL_COPY_BUDGET_S
+        for slot in range(self._slots.num_slots):
             left_s = until_s - self._clock.monotonic()
             if left_s > 0:
-                self.keep(slot, lost=True, stop_s=left_s)
+                self.offload(slot, is_evicted=True, copy_budget_s=left_s)
 
 
-def cached(slots: Slots, slot: int, layout: str, adapter: str) -> SessionCache | None:
+def describe_cache(slots: Slots, slot: int, layout: str, adapter: str) -> SessionCache | None:
     """What a slot has computed, with the adapter of this name; None: nothing that another engine
     could take over.
     """
     n = int(slots.computed[slot])
-    first = min(int(slots.first_sampled[slot]), n)
-    mixed = bool(slots.weights[slot] != slots.current(slot))
+    first = min(int(slots.first_sampled_index[slot]), n)
+    mixed = bool(slots.cache_weights_id[slot] != slots.get_weights_id(slot))
     version = int(slots.loaded[slots.adapter[slot]])
     if not n or (mixed and first == n):
         return None
     return SessionCache(
         tokens=slots.tokens[slot, :n].astype(np.int32),
         layout=layout,
-        version=MIXED if mixed else version,
-        first_sampled=first,
+        version=MIXED_VERSIONS if mixed else version,
+        first_sampled_index=first,
         first_version=int(slots.versions[slot, first]) if first < n else version,
         adapter=adapter,
     )
 
 
-def shown(cache: SessionCache, version: int) -> bool:
+def has_other_version_sample(cache: SessionCache, version: int) -> bool:
     """Whether a token of a cache tells that it is of other weights than this version's."""
-    return cache.first_sampled < len(cache.tokens) and cache.first_version != version
+    return cache.first_sampled_index < len(cache.tokens) and cache.first_version != version

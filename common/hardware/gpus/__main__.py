@@ -9,15 +9,15 @@ import sys
 from dataclasses import asdict
 
 from meshrl.common.base.errors import MeshError
-from meshrl.common.hardware.gpus import driver
-from meshrl.common.hardware.gpus.found import ours
+from meshrl.common.hardware.gpus import nvml
+from meshrl.common.hardware.gpus.selection import select_devices
 
 
 def main() -> int:
     """0, or 1 with why there are none on stderr."""
     try:
-        found = ours()
-        with driver.opened() as opened:
+        found = select_devices()
+        with nvml.open_driver() as opened:
             version = opened.version
     except MeshError as error:
         print(error.message, file=sys.stderr)

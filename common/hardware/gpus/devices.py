@@ -20,7 +20,7 @@ class Device:
     lost: str = ""  # why the driver cannot reach it
 
     @property
-    def gpu(self) -> str:
+    def gpu_uuid(self) -> str:
         """The UUID of the GPU, also of an instance of it."""
         return self.parent or self.uuid
 
@@ -32,7 +32,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class DeviceReading:
     """How a device does; None for what its driver does not tell of it.
 
     Of an instance memory is its own; what the others say holds for its whole GPU.
@@ -47,24 +47,24 @@ class Reading:
     throttled: tuple[str, ...] | None = None  # why its clocks are lower than they could be
     lost: str = ""  # why there is no reading: the driver does not reach it
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         """What is known, under the names that people and programs read."""
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class DeviceProcess:
     """A process that has memory of a device."""
 
     pid: int  # as the driver counts: the host's, also where containers count otherwise
-    bytes: int | None  # None: the driver does not tell
+    used_bytes: int | None  # None: the driver does not tell
     name: str = ""  # of its program, if the driver tells
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """A device's memory, and who has it."""
 
-    free: int  # bytes
-    total: int
-    holders: tuple[Holder, ...] = ()
+    free_bytes: int  # bytes
+    total_bytes: int
+    processes: tuple[DeviceProcess, ...] = ()

@@ -15,8 +15,8 @@ from itertools import product
 from typing import NamedTuple
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.zebra.costs import Costs
-from meshrl.common.hardware.zebra.schedule import Task, TaskKind
+from meshrl.common.hardware.zebra.costs import MicroBatchCosts
+from meshrl.common.hardware.zebra.schedule import ScheduledTask, TaskKind
 
 
 class RankStream(IntEnum):
@@ -34,20 +34,22 @@ class Operation(NamedTuple):
     """
 
     stream: RankStream
-    task: Task
+    task: ScheduledTask
     cost: int  # see `cost_index`
-    first: int
-    second: int
+    first_dependency: int
+    second_dependency: int
 
 
-def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) -> list[Operation]:
+def plan_operations(
+    layers: int, attention: Sequence[ScheduledTask], experts: Sequence[ScheduledTask]
+) -> list[Operation]:
     """All tasks of a step in this order of what both compute, each after what it needs and after
     those before it on its stream. ConfigError when its tasks wait for each other.
     """
     sent = [  # by each piece that sends rows, or gradients, to experts: backward those below it
-        Task(task.backward, task.layer - task.backward, task.micro, TaskKind.EXPERTS)
+        ScheduledTask(task.backward, task.layer - task.backward, task.micro_batch, TaskKind.EXPERTS)
         for task in attention
-        if task.work is TaskKind.ATTENTION and task.layer != (0 if task.backward else layers)
+        if task.kind is TaskKind.ATTENTION and task.layer != (0 if task.backward else layers)
     ]
     queues = {  # a transfer follows what makes it
         RankStream.ATTENTION: deque(attention),
@@ -55,14 +57,17 @@ def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) 
         RankStream.DISPATCH: deque(sent),
         RankStream.COMBINE: deque(experts),
     }
-    hosted = frozenset(task for task in attention if task.work is TaskKind.HOSTED)
-    numbers: dict[tuple[RankStream, Task], int] = {}
+    hosted = frozenset(task for task in attention if task.kind is TaskKind.HOSTED)
+    numbers: dict[tuple[RankStream, ScheduledTask], int] = {}
     operations: list[Operation] = []
     while any(queues.values()):
         before = len(operations)
         for stream, queue in queues.items():
             while queue:
-                needs = [numbers.get(one, -1) for one in _needs(stream, queue[0], layers, hosted)]
+                needs = [
+                    numbers.get(one, -1)
+                    for one in _find_dependencies(stream, queue[0], layers, hosted)
+                ]
                 if -1 in needs:
                     break
                 task = queue.popleft()
@@ -78,12 +83,14 @@ def planned_as(layers: int, attention: Sequence[Task], experts: Sequence[Task]) 
     return operations
 
 
-def plan_s(layers: int, plan: Sequence[Operation], costs: Costs) -> float:
+def simulate_plan_s(layers: int, plan: Sequence[Operation], costs: MicroBatchCosts) -> float:
     """Seconds of a step in the order of a plan."""
     seconds: list[float] = []  # of each task, where `cost_index` looks for it
     for work, backward in product(TaskKind, (False, True)):
-        seconds += [costs.of(Task(backward, layer, 0, work)) for layer in range(layers)]
-        seconds.append(costs.head_of(backward) if work is TaskKind.ATTENTION else 0.0)
+        seconds += [
+            costs.get_task_s(ScheduledTask(backward, layer, 0, work)) for layer in range(layers)
+        ]
+        seconds.append(costs.get_head_s(backward) if work is TaskKind.ATTENTION else 0.0)
     seconds += costs.dispatch, costs.combine
     ends = [0.0]
     free = [0.0, 0.0, 0.0, 0.0]
@@ -93,31 +100,34 @@ def plan_s(layers: int, plan: Sequence[Operation], costs: Costs) -> float:
     return max(ends)
 
 
-def cost_index(stream: RankStream, task: Task, layers: int) -> int:
+def cost_index(stream: RankStream, task: ScheduledTask, layers: int) -> int:
     """Where a list has the seconds of a task: pieces, hosted experts and experts, of each first
     forward and then backward by layer; after them a dispatch, and a combine.
     """
     if stream >= RankStream.DISPATCH:
         return len(TaskKind) * 2 * (layers + 1) + stream - RankStream.DISPATCH
-    return (task.work * 2 + task.backward) * (layers + 1) + task.layer
+    return (task.kind * 2 + task.backward) * (layers + 1) + task.layer
 
 
-def _needs(
-    stream: RankStream, task: Task, layers: int, hosted: Collection[Task]
-) -> list[tuple[RankStream, Task]]:
+def _find_dependencies(
+    stream: RankStream, task: ScheduledTask, layers: int, hosted: Collection[ScheduledTask]
+) -> list[tuple[RankStream, ScheduledTask]]:
     backward, layer, micro, work = task
     if stream is RankStream.COMBINE:
-        beside = task._replace(work=TaskKind.HOSTED)
+        beside = task._replace(kind=TaskKind.HOSTED)
         made = [(RankStream.EXPERTS, task)]
         return [*made, (RankStream.ATTENTION, beside)] if beside in hosted else made
     if stream is RankStream.DISPATCH:
-        return [(RankStream.ATTENTION, Task(backward, layer + backward, micro))]
+        return [(RankStream.ATTENTION, ScheduledTask(backward, layer + backward, micro))]
     if work is not TaskKind.ATTENTION:
-        return [(RankStream.DISPATCH, task._replace(work=TaskKind.EXPERTS))]
+        return [(RankStream.DISPATCH, task._replace(kind=TaskKind.EXPERTS))]
     if backward and layer == layers:
-        return [(RankStream.ATTENTION, Task(False, layer, micro))]
+        return [(RankStream.ATTENTION, ScheduledTask(False, layer, micro))]
     if layer or backward:
         return [
-            (RankStream.COMBINE, Task(backward, layer - (not backward), micro, TaskKind.EXPERTS))
+            (
+                RankStream.COMBINE,
+                ScheduledTask(backward, layer - (not backward), micro, TaskKind.EXPERTS),
+            )
         ]
     return []

@@ -1,5 +1,5 @@
 """What a mixture costs on two kinds of accelerators, as far as a division between them depends on
-it: measured once for a setup, or declared by `kinds.py`.
+it: measured once for a setup, or declared by `declared_profiles.py`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.zebra.costs import CHECKPOINTED
+from meshrl.common.hardware.zebra.costs import CHECKPOINTED_BACKWARD_FACTOR
 
 WHERE = "profile of mixed generations"
 
 
-def refused(message: str, fix: str) -> ConfigError:
+def profile_error(message: str, fix: str) -> ConfigError:
     """What is said of a profile that nothing can be told from."""
     return ConfigError(message, where=WHERE, fix=fix)
 
@@ -34,20 +34,20 @@ class CostCurve:
         fix = "measure ascending lengths from 1 on; longer ones take no less"
         rising = all(a < b for a, b in zip(self.at, self.at[1:], strict=False))
         if not self.at or len(self.at) != len(self.seconds) or self.at[0] < 1 or not rising:
-            raise refused(f"a curve over {self.at} has {len(self.seconds)} values", fix)
+            raise profile_error(f"a curve over {self.at} has {len(self.seconds)} values", fix)
         if not all(0 <= one < math.inf for one in self.seconds):
-            raise refused(f"a curve has {self.seconds} seconds", fix)
+            raise profile_error(f"a curve has {self.seconds} seconds", fix)
         if any(a > b for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
-            raise refused(f"a curve falls: {self.seconds}", fix)
+            raise profile_error(f"a curve falls: {self.seconds}", fix)
 
-    def of(self, x: float) -> float:
+    def interpolate_s(self, x: float) -> float:
         """Seconds at a length of 0 or more."""
         at, seconds = (0, *self.at), (0.0, *self.seconds)
         i = min(max(1, bisect_left(at, x)), len(at) - 1)
         slope = (seconds[i] - seconds[i - 1]) / (at[i] - at[i - 1])
         return seconds[i] + slope * (x - at[i])
 
-    def slowed(self, times: float) -> CostCurve:
+    def scale_time(self, times: float) -> CostCurve:
         """One that takes so many times as long."""
         return CostCurve(self.at, tuple(times * one for one in self.seconds))
 
@@ -62,18 +62,18 @@ class AcceleratorCosts:
     attention: CostCurve | None = None  # seconds over the length of one sequence, with the gate
     head: CostCurve | None = None  # seconds over tokens: the last norm, the head and the loss
 
-    def slowed(self, times: float) -> AcceleratorCosts:
+    def scale_time(self, times: float) -> AcceleratorCosts:
         """One that takes so many times as long."""
         return replace(
             self,
-            experts=self.experts.slowed(times),
-            attention=self.attention and self.attention.slowed(times),
-            head=self.head and self.head.slowed(times),
+            experts=self.experts.scale_time(times),
+            attention=self.attention and self.attention.scale_time(times),
+            head=self.head and self.head.scale_time(times),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class MixtureProfile:
     """A mixture on a fast kind and a slow one. Bytes of state are those of weights, gradients and
     optimizer. Where `slow` has no attention, nothing is said of alternatives that need it.
     """
@@ -92,14 +92,14 @@ class Profile:
     attention_token_bytes: float  # activations that a token leaves on attention ranks, all layers
     expert_row_bytes: float  # activations that a row leaves in one layer where its expert lies
     link_latency_s: float = 0.0  # of a transfer
-    backward: float = CHECKPOINTED  # times a forward, of layers
+    backward: float = CHECKPOINTED_BACKWARD_FACTOR  # times a forward, of layers
 
     def __post_init__(self) -> None:
         if self.fast.attention is None or self.fast.head is None:
-            raise refused(f"{self.fast.name} has no attention", "measure it on the fast kind")
+            raise profile_error(f"{self.fast.name} has no attention", "measure it on the fast kind")
         for kind in (self.fast, self.slow):
             if not 0 < kind.memory_bytes < math.inf:
-                raise refused(f"{kind.name} has {kind.memory_bytes} bytes", "give its memory")
+                raise profile_error(f"{kind.name} has {kind.memory_bytes} bytes", "give its memory")
 
     @property
     def attention(self) -> CostCurve:
@@ -113,49 +113,49 @@ class Profile:
         assert self.fast.head is not None
         return self.fast.head
 
-    def slowed(self, times: float) -> Profile:
+    def scale_time(self, times: float) -> MixtureProfile:
         """One whose kinds and links take so many times as long."""
         return replace(
             self,
-            fast=self.fast.slowed(times),
-            slow=self.slow.slowed(times),
+            fast=self.fast.scale_time(times),
+            slow=self.slow.scale_time(times),
             link_bytes_per_s=self.link_bytes_per_s / times,
             link_latency_s=self.link_latency_s * times,
         )
 
 
-def kind_of_table(table: Any, where: str) -> AcceleratorCosts:
+def parse_accelerator_costs(table: Any, where: str) -> AcceleratorCosts:
     """A kind as JSON has it. ConfigError when it is none."""
-    values = _known(AcceleratorCosts, table)
+    values = _check_fields(AcceleratorCosts, table)
     if not isinstance(values["name"], str):
-        raise refused(f"{where} is called {values['name']!r}", "give the name of its kind")
-    _number(values["memory_bytes"], f"memory_bytes of {where}")
+        raise profile_error(f"{where} is called {values['name']!r}", "give the name of its kind")
+    _check_number(values["memory_bytes"], f"memory_bytes of {where}")
     for name in ("experts", "attention", "head"):
         if values.get(name) is not None:
-            curve = _known(CostCurve, values[name])
+            curve = _check_fields(CostCurve, values[name])
             for axis, many in curve.items():
                 what = f"{axis} of {name} of {where}"
                 if not isinstance(many, list | tuple):
-                    raise refused(f"{what} is {many!r}", "give a list of numbers")
+                    raise profile_error(f"{what} is {many!r}", "give a list of numbers")
                 for one in many:
-                    _number(one, what)
+                    _check_number(one, what)
             values[name] = CostCurve(tuple(curve["at"]), tuple(curve["seconds"]))
     return AcceleratorCosts(**values)
 
 
-def _number(value: Any, name: str) -> None:
+def _check_number(value: Any, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refused(f"{name} is {value!r}", "give a number")
+        raise profile_error(f"{name} is {value!r}", "give a number")
 
 
-def _known(cls: type[Any], table: Any) -> dict[str, Any]:
+def _check_fields(cls: type[Any], table: Any) -> dict[str, Any]:
     """The fields of a table, of which none is missing or not known."""
     names = [one.name for one in fields(cls)]
     if not isinstance(table, Mapping):
-        raise refused(f"{cls.__name__} is no table", f"give {', '.join(names)}")
+        raise profile_error(f"{cls.__name__} is no table", f"give {', '.join(names)}")
     unknown = sorted(set(table) - set(names))
     missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in table]
     if unknown or missing:
         word = "is not known" if unknown else "is missing"
-        raise refused(f"{(unknown or missing)[0]} {word}", f"give {', '.join(names)}")
+        raise profile_error(f"{(unknown or missing)[0]} {word}", f"give {', '.join(names)}")
     return dict(table)

@@ -23,48 +23,50 @@ class TaskKind(IntEnum):
     EXPERTS = 2  # experts on expert ranks
 
 
-class Task(NamedTuple):
+class ScheduledTask(NamedTuple):
     """A micro-batch's way through a piece, or through experts of a layer."""
 
     backward: bool
     layer: int  # of `TaskKind.ATTENTION`, the piece
-    micro: int
-    work: TaskKind = TaskKind.ATTENTION
+    micro_batch: int
+    kind: TaskKind = TaskKind.ATTENTION
 
 
-def attention_order(layers: int, micros: int, hosted: Sequence[bool] = ()) -> list[Task]:
+def order_attention_tasks(
+    layers: int, micro_batches: int, hosted: Sequence[bool] = ()
+) -> list[ScheduledTask]:
     """What an attention rank computes in a step. `hosted`: for each layer, whether experts of it
     lie there; they run after the piece of all micro-batches, and backward before it.
     """
-    order: list[Task] = []
+    order: list[ScheduledTask] = []
     for layer in range(layers):
-        order += _all(False, layer, micros)
-        if _hosts(hosted, layer):
-            order += _all(False, layer, micros, TaskKind.HOSTED)
-    for micro in range(micros):
-        order += (Task(False, layers, micro), Task(True, layers, micro))
+        order += _all_micro_batches(False, layer, micro_batches)
+        if _is_hosted(hosted, layer):
+            order += _all_micro_batches(False, layer, micro_batches, TaskKind.HOSTED)
+    for micro in range(micro_batches):
+        order += (ScheduledTask(False, layers, micro), ScheduledTask(True, layers, micro))
     for layer in reversed(range(layers)):
-        if _hosts(hosted, layer):
-            order += _all(True, layer, micros, TaskKind.HOSTED)
-        order += _all(True, layer, micros)
+        if _is_hosted(hosted, layer):
+            order += _all_micro_batches(True, layer, micro_batches, TaskKind.HOSTED)
+        order += _all_micro_batches(True, layer, micro_batches)
     return order
 
 
-def expert_order(layers: int, micros: int) -> list[Task]:
+def order_expert_tasks(layers: int, micro_batches: int) -> list[ScheduledTask]:
     """What an expert rank computes in a step."""
-    order: list[Task] = []
+    order: list[ScheduledTask] = []
     for layer in range(layers):
-        order += _all(False, layer, micros, TaskKind.EXPERTS)
+        order += _all_micro_batches(False, layer, micro_batches, TaskKind.EXPERTS)
     for layer in reversed(range(layers)):
-        order += _all(True, layer, micros, TaskKind.EXPERTS)
+        order += _all_micro_batches(True, layer, micro_batches, TaskKind.EXPERTS)
     return order
 
 
-def _hosts(hosted: Sequence[bool], layer: int) -> bool:
+def _is_hosted(hosted: Sequence[bool], layer: int) -> bool:
     return layer < len(hosted) and hosted[layer]
 
 
-def _all(
-    backward: bool, layer: int, micros: int, work: TaskKind = TaskKind.ATTENTION
-) -> list[Task]:
-    return [Task(backward, layer, micro, work) for micro in range(micros)]
+def _all_micro_batches(
+    backward: bool, layer: int, micro_batches: int, work: TaskKind = TaskKind.ATTENTION
+) -> list[ScheduledTask]:
+    return [ScheduledTask(backward, layer, micro, work) for micro in range(micro_batches)]

@@ -11,106 +11,115 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.zebra.costs import FIX, Costs
-from meshrl.common.hardware.zebra.schedule import Task, TaskKind
+from meshrl.common.hardware.zebra.costs import FIX, MicroBatchCosts
+from meshrl.common.hardware.zebra.schedule import ScheduledTask, TaskKind
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """A step of one group."""
 
-    makespan: float
-    attention_busy: float  # seconds that attention ranks compute
-    experts_busy: float
-    transfers: float  # seconds of all transfers
-    hidden: float  # share of them that makes the step no longer; 1 where nothing is sent
+    makespan_s: float
+    attention_busy_s: float  # seconds that attention ranks compute
+    experts_busy_s: float
+    transfer_s: float  # seconds of all transfers
+    hidden_transfer_share: (
+        float  # share of them that makes the step no longer; 1 where nothing is sent
+    )
 
     @property
     def attention_utilisation(self) -> float:
         """Share of the step in which attention ranks compute."""
-        return self.attention_busy / self.makespan if self.makespan else 0.0
+        return self.attention_busy_s / self.makespan_s if self.makespan_s else 0.0
 
     @property
     def experts_utilisation(self) -> float:
         """Share of the step in which expert ranks compute."""
-        return self.experts_busy / self.makespan if self.makespan else 0.0
+        return self.experts_busy_s / self.makespan_s if self.makespan_s else 0.0
 
 
-def timeline(layers: int, micros: int, costs: Costs) -> Timeline:
+def build_timeline(layers: int, micro_batches: int, costs: MicroBatchCosts) -> Timeline:
     """The step in the order of `schedule.py`."""
 
     def computed_s(work: TaskKind) -> float:
         passes = product((False, True), range(layers))
-        return micros * sum(costs.of(Task(back, layer, 0, work)) for back, layer in passes)
+        return micro_batches * sum(
+            costs.get_task_s(ScheduledTask(back, layer, 0, work)) for back, layer in passes
+        )
 
-    step_s = makespan(layers, micros, costs)
+    step_s = compute_makespan_s(layers, micro_batches, costs)
     attention = computed_s(TaskKind.ATTENTION) + computed_s(TaskKind.HOSTED)
-    attention += micros * (costs.head_of(False) + costs.head_of(True))
-    transfers = 2 * layers * micros * (costs.dispatch + costs.combine)
-    exposed = step_s - makespan(layers, micros, replace(costs, dispatch=0.0, combine=0.0))
+    attention += micro_batches * (costs.get_head_s(False) + costs.get_head_s(True))
+    transfers = 2 * layers * micro_batches * (costs.dispatch + costs.combine)
+    exposed = step_s - compute_makespan_s(
+        layers, micro_batches, replace(costs, dispatch=0.0, combine=0.0)
+    )
     hidden = min(1.0, max(0.0, 1 - exposed / transfers)) if transfers else 1.0
     return Timeline(step_s, attention, computed_s(TaskKind.EXPERTS), transfers, hidden)
 
 
-def makespan(layers: int, micros: int, costs: Costs) -> float:
+def compute_makespan_s(layers: int, micro_batches: int, costs: MicroBatchCosts) -> float:
     """Seconds of the step in the order of `schedule.py`."""
-    _check(layers, costs)
-    front = _Front(micros, costs)
+    _check_layers(layers, costs)
+    front = _StepProgress(micro_batches, costs)
     for layer in range(layers):
-        front.pieces(costs.of(Task(False, layer, 0)))
-        front.experts(False, layer)
-    front.pieces(costs.head_of(False) + costs.head_of(True))
+        front.run_pieces(costs.get_task_s(ScheduledTask(False, layer, 0)))
+        front.run_experts(False, layer)
+    front.run_pieces(costs.get_head_s(False) + costs.get_head_s(True))
     for layer in reversed(range(layers)):
-        front.experts(True, layer)
-        front.pieces(costs.of(Task(True, layer, 0)))
-    return front.attention  # the last to end
+        front.run_experts(True, layer)
+        front.run_pieces(costs.get_task_s(ScheduledTask(True, layer, 0)))
+    return front.attention_end_s  # the last to end
 
 
-def serial_s(layers: int, micros: int, costs: Costs) -> float:
+def compute_serial_s(layers: int, micro_batches: int, costs: MicroBatchCosts) -> float:
     """Seconds of the step when micro-batches go through one by one and nothing overlaps: DistEP,
     the source's disaggregated baseline. Where some experts of a layer are hosted, both kinds of
     ranks compute at once.
     """
-    total = costs.head_of(False) + costs.head_of(True)
+    total = costs.get_head_s(False) + costs.get_head_s(True)
     for backward, layer in product((False, True), range(layers)):
-        total += costs.of(Task(backward, layer, 0)) + costs.dispatch + costs.combine
-        total += max(
-            costs.of(Task(backward, layer, 0, work)) for work in (TaskKind.EXPERTS, TaskKind.HOSTED)
+        total += (
+            costs.get_task_s(ScheduledTask(backward, layer, 0)) + costs.dispatch + costs.combine
         )
-    return micros * total
+        total += max(
+            costs.get_task_s(ScheduledTask(backward, layer, 0, work))
+            for work in (TaskKind.EXPERTS, TaskKind.HOSTED)
+        )
+    return micro_batches * total
 
 
-class _Front:
+class _StepProgress:
     """How far a step has come on each stream, layer by layer."""
 
-    def __init__(self, micros: int, costs: Costs) -> None:
-        self._micros, self._costs = range(micros), costs
-        self._dispatched, self._combined = [0.0] * micros, [0.0] * micros
+    def __init__(self, micro_batches: int, costs: MicroBatchCosts) -> None:
+        self._micro_batches, self._costs = range(micro_batches), costs
+        self._dispatched, self._combined = [0.0] * micro_batches, [0.0] * micro_batches
         self._experts = self._dispatch = self._combine = 0.0
-        self.attention = 0.0
+        self.attention_end_s = 0.0
 
-    def pieces(self, seconds: float) -> None:
+    def run_pieces(self, seconds: float) -> None:
         """A piece of all micro-batches, and what it sends."""
-        for micro in self._micros:
-            self.attention = max(self.attention, self._combined[micro]) + seconds
-            self._dispatch = max(self._dispatch, self.attention) + self._costs.dispatch
+        for micro in self._micro_batches:
+            self.attention_end_s = max(self.attention_end_s, self._combined[micro]) + seconds
+            self._dispatch = max(self._dispatch, self.attention_end_s) + self._costs.dispatch
             self._dispatched[micro] = self._dispatch
 
-    def experts(self, backward: bool, layer: int) -> None:
+    def run_experts(self, backward: bool, layer: int) -> None:
         """The experts of a layer for all micro-batches, wherever they lie."""
-        hosted = self._costs.of(Task(backward, layer, 0, TaskKind.HOSTED))
-        kept = self._costs.of(Task(backward, layer, 0, TaskKind.EXPERTS))
-        made = [0.0] * len(self._micros)
-        for micro in self._micros if hosted else ():
-            self.attention = max(self.attention, self._dispatched[micro]) + hosted
-            made[micro] = self.attention
-        for micro in self._micros:
+        hosted = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.HOSTED))
+        kept = self._costs.get_task_s(ScheduledTask(backward, layer, 0, TaskKind.EXPERTS))
+        made = [0.0] * len(self._micro_batches)
+        for micro in self._micro_batches if hosted else ():
+            self.attention_end_s = max(self.attention_end_s, self._dispatched[micro]) + hosted
+            made[micro] = self.attention_end_s
+        for micro in self._micro_batches:
             self._experts = max(self._experts, self._dispatched[micro]) + kept
             self._combine = max(self._combine, self._experts, made[micro]) + self._costs.combine
             self._combined[micro] = self._combine
 
 
-def _check(layers: int, costs: Costs) -> None:
+def _check_layers(layers: int, costs: MicroBatchCosts) -> None:
     for name, by_layer in (("hosted", costs.hosted), ("kept", costs.kept)):
         if len(by_layer) not in (0, layers):
             raise ConfigError(

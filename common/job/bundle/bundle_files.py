@@ -6,35 +6,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.base.digest import check_digest, digest_of_file
-from meshrl.common.base.digest import digest_of as digest_of_bytes
-from meshrl.common.base.errors import Damaged
+from meshrl.common.base.digest import check_digest, compute_file_digest
+from meshrl.common.base.digest import compute_digest as digest_of_bytes
+from meshrl.common.base.errors import CorruptData
 
-LARGE = 64 << 20  # bytes; of larger ones, which are weights, only the size is looked at in passing
-START_OVER = "Put it back from a copy of the run. To start over: meshrl run JOB"
+LARGE_FILE_BYTES = (
+    64 << 20
+)  # bytes; of larger ones, which are weights, only the size is looked at in passing
+RESTORE_FIX = "Put it back from a copy of the run. To start over: meshrl run JOB"
 
-Files = Mapping[str, Sequence[Any]]  # by their names in the bundle: bytes and digest
+BundleFiles = Mapping[str, Sequence[Any]]  # by their names in the bundle: bytes and digest
 
 
-def listed(directory: Path) -> dict[str, list[Any]]:
+def list_files(directory: Path) -> dict[str, list[Any]]:
     """Bytes and digest of each file of a bundle, by its name in it."""
     found = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
-        path.relative_to(directory).as_posix(): [path.stat().st_size, digest_of_file(path)]
+        path.relative_to(directory).as_posix(): [path.stat().st_size, compute_file_digest(path)]
         for path in found
     }
 
 
-def digest_of(files: Files) -> str:
+def compute_digest(files: BundleFiles) -> str:
     """Return the bundle's digest: of the names, sizes and digests of its files, in name order."""
     told = "".join(f"{len(name)}:{name}:{size}:{of};" for name, (size, of) in sorted(files.items()))
     return digest_of_bytes(told.encode())
 
 
-def check(directory: Path, files: Files, below: str = "", *, large: bool = False) -> None:
+def check_files(
+    directory: Path, files: BundleFiles, below: str = "", *, read_large: bool = False
+) -> None:
     """Damaged, which names the first file that is not what was packed: of one file or folder, or of
-    all. Weights are read for it only if `large`; extra files, such as what Python has compiled, are
-    not looked at. Refused for a bundle that an earlier version packed.
+    all. Weights are read for it only if `read_large`; extra files, such as what Python has
+    compiled, are not looked at. Refused for a bundle that an earlier version packed.
     """
     for name, (size, packed) in files.items():
         if below and name != below and not name.startswith(f"{below}/"):
@@ -42,14 +46,14 @@ def check(directory: Path, files: Files, below: str = "", *, large: bool = False
         check_digest(packed, str(directory))
         path = directory / name
         if not path.is_file():
-            raise Damaged(f"{path} is missing", fix=START_OVER)
+            raise CorruptData(f"{path} is missing", fix=RESTORE_FIX)
         if (found := path.stat().st_size) != size:
-            raise Damaged(f"{path} has {found} bytes instead of {size}", fix=START_OVER)
-        if (large or size <= LARGE) and digest_of_file(path) != packed:
-            raise Damaged(f"{path} is not what was packed: its digest differs", fix=START_OVER)
+            raise CorruptData(f"{path} has {found} bytes instead of {size}", fix=RESTORE_FIX)
+        if (read_large or size <= LARGE_FILE_BYTES) and compute_file_digest(path) != packed:
+            raise CorruptData(f"{path} is not what was packed: its digest differs", fix=RESTORE_FIX)
 
 
-def of(document: Mapping[str, Any]) -> Files:
+def read_file_list(document: Mapping[str, Any]) -> BundleFiles:
     """The files that a job's document lists; none in a document from before they were."""
-    found: Files = document["bundle"].get("files", {})
+    found: BundleFiles = document["bundle"].get("files", {})
     return found

@@ -1,1 +1,1 @@
-"""Isolation of a job's sandboxes: tiers, runners, images. Open `isolation.py` first."""
+"""Isolation of a job's sandboxes: tiers, runners, images. Open `tiers.py` first."""

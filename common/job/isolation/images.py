@@ -12,35 +12,37 @@ from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
 
-PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3", "/bin/python3")
-LINKS_MOST = 40  # followed for one path, as many as Linux follows
+PYTHON_PATHS = ("/usr/bin/python3", "/usr/local/bin/python3", "/bin/python3")
+MAX_LINKS = 40  # followed for one path, as many as Linux follows
 # e_machine of the ELF header, by what uname says (elf.h).
 MACHINES = {"x86_64": 62, "aarch64": 183, "riscv64": 243, "ppc64le": 21, "s390x": 22}
-LOADER = 3  # PT_INTERP: the segment that names the program's loader
-HOW = 'docs/sandbox.md, "Images", says how to make one'
+PT_INTERP = 3  # PT_INTERP: the segment that names the program's loader
+IMAGE_FIX = 'docs/sandbox.md, "Images", says how to make one'
 
 
-def tree(place: str) -> Path:
+def find_root(place: str) -> Path:
     """The directory that is to be the root: `place`, or the root file system of an OCI bundle there
     (`config.json` with `root.path`); ConfigError if it is neither.
     """
     path = Path(place)
     if not path.is_dir():
-        raise ConfigError(f"there is no directory {place}", fix=HOW)
+        raise ConfigError(f"there is no directory {place}", fix=IMAGE_FIX)
     bundle = path / "config.json"
     if not bundle.is_file():
         return path
     try:
         named = str(json.loads(bundle.read_text())["root"]["path"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{bundle} is no configuration of an OCI bundle", fix=HOW) from error
+        raise ConfigError(
+            f"{bundle} is no configuration of an OCI bundle", fix=IMAGE_FIX
+        ) from error
     root = path / named
     if not root.is_dir():
-        raise ConfigError(f"{bundle} names the root {named}, which is no directory", fix=HOW)
+        raise ConfigError(f"{bundle} names the root {named}, which is no directory", fix=IMAGE_FIX)
     return root
 
 
-def inside(root: Path, path: str) -> Path | None:
+def resolve_in_image(root: Path, path: str) -> Path | None:
     """Where `path` of the image lies on this host: links are followed as they are read inside, and
     none leads out. None if there is nothing.
     """
@@ -56,7 +58,7 @@ def inside(root: Path, path: str) -> Path | None:
         if here.is_symlink():
             links += 1
             target = os.readlink(here)
-            if links > LINKS_MOST:
+            if links > MAX_LINKS:
                 return None
             if target.startswith("/"):
                 found = []
@@ -68,25 +70,25 @@ def inside(root: Path, path: str) -> Path | None:
     return root.joinpath(*found)
 
 
-def python_of(root: Path, named: str = "") -> str:
-    """The interpreter's path inside of the image: `named`, or the first usual one. ConfigError if
-    it is missing or cannot run on this host: another architecture, no loader.
+def find_python(root: Path, interpreter: str = "") -> str:
+    """The interpreter's path inside of the image: `interpreter`, or the first usual one.
+    ConfigError if it is missing or cannot run on this host: another architecture, no loader.
     """
-    for path in [named] if named else PYTHONS:
+    for path in [interpreter] if interpreter else PYTHON_PATHS:
         if not path.startswith("/"):
-            raise ConfigError(f"{path} is no absolute path inside of the image", fix=HOW)
-        program = inside(root, path)
+            raise ConfigError(f"{path} is no absolute path inside of the image", fix=IMAGE_FIX)
+        program = resolve_in_image(root, path)
         if program is not None and program.is_file():
-            _runs_here(root, path, program)
+            _check_runnable(root, path, program)
             return path
-    missing = named or ", ".join(PYTHONS)
+    missing = interpreter or ", ".join(PYTHON_PATHS)
     raise ConfigError(
         f"{root} has no interpreter {missing}",
         fix="Install Python there, or name one of it with sandbox.python, as a path inside",
     )
 
 
-def _runs_here(root: Path, path: str, program: Path) -> None:
+def _check_runnable(root: Path, path: str, program: Path) -> None:
     if not os.access(program, os.X_OK):
         raise ConfigError(f"{path} of {root} is not executable", fix="chmod a+x")
     with program.open("rb") as file:
@@ -107,11 +109,11 @@ def _runs_here(root: Path, path: str, program: Path) -> None:
         for number in range(count):
             file.seek(offset + number * size)
             segment = file.read(size)
-            if struct.unpack_from(f"{order}I", segment)[0] == LOADER:
+            if struct.unpack_from(f"{order}I", segment)[0] == PT_INTERP:
                 place, _, _, length = struct.unpack_from(f"{order}QQQQ", segment, 8)
                 file.seek(place)
                 loader = file.read(length).rstrip(b"\0").decode()
-                if inside(root, loader) is None:
+                if resolve_in_image(root, loader) is None:
                     raise ConfigError(
                         f"{path} of {root} is loaded by {loader}, which is not there",
                         fix="Put the C library that it was built with into the image",

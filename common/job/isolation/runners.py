@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshrl.common.base.errors import ConfigError
 
-BUNDLE, NAME = "{bundle}", "{id}"
+BUNDLE_PLACEHOLDER, ID_PLACEHOLDER = "{bundle}", "{id}"
 RUNSC = "runsc"
 # No network, no control groups of its own (ours bound it from outside), and no layer that could be
 # written to.
@@ -23,7 +23,7 @@ RUNSC_FLAGS = ("--network=none", "--ignore-cgroups", "--overlay2=none")
 
 
 @dataclass(frozen=True)
-class Runner:
+class ContainerRunner:
     """A job's `sandbox.runner`."""
 
     command: tuple[str, ...]
@@ -34,44 +34,54 @@ class Runner:
         return os.path.basename(self.command[0])
 
     @property
-    def runsc(self) -> bool:
+    def is_runsc(self) -> bool:
         """Whether it is gVisor's, whose kernel is its own: it is completed by what that needs."""
-        return self.name == RUNSC and not self._template
+        return self.name == RUNSC and not self._is_template
 
     @property
-    def bundled(self) -> bool:
+    def needs_bundle(self) -> bool:
         """Whether it runs an OCI bundle, which is then made for it."""
-        return self.runsc or self._template
+        return self.is_runsc or self._is_template
 
     @property
-    def _template(self) -> bool:
-        return any(BUNDLE in word for word in self.command)
+    def _is_template(self) -> bool:
+        return any(BUNDLE_PLACEHOLDER in word for word in self.command)
 
     def check(self) -> None:
         """ConfigError if it cannot be started."""
         if shutil.which(self.command[0]) is None:
             fix = 'docs/sandbox.md, "Runners", says how to install gVisor\'s runsc'
             raise ConfigError(f"there is no program {self.command[0]}", fix=fix)
-        if self._template and not any(NAME in word for word in self.command):
-            wrong = f"{' '.join(self.command)} takes {BUNDLE}, but no {NAME}"
-            raise ConfigError(wrong, fix=f"Name the container by {NAME}")
+        if self._is_template and not any(ID_PLACEHOLDER in word for word in self.command):
+            wrong = f"{' '.join(self.command)} takes {BUNDLE_PLACEHOLDER}, but no {ID_PLACEHOLDER}"
+            raise ConfigError(wrong, fix=f"Name the container by {ID_PLACEHOLDER}")
 
-    def start(self, place: Path, name: str, inside: list[str]) -> list[str]:
-        """What starts the container `name`: of the bundle at `place`, or one that runs `inside`."""
-        if self.runsc:  # ours come last: of a flag that is given twice, the last counts
-            rootless = ["--rootless"] if os.getuid() else []
-            flags = [*RUNSC_FLAGS, *rootless, "--root", str(place / "state")]
-            return [*self.command, *flags, "run", "--bundle", str(place), name]
-        if self._template:
-            return [w.replace(BUNDLE, str(place)).replace(NAME, name) for w in self.command]
-        return [*(word.replace(NAME, name) for word in self.command), *inside]
-
-    def delete(self, place: Path, name: str) -> list[str]:
-        """What removes what a runtime keeps of a container that was killed; empty: there is nothing
-        beside its processes and, of runsc, its state at `place`.
+    def build_start_command(
+        self, bundle_dir: Path, name: str, inner_command: list[str]
+    ) -> list[str]:
+        """What starts the container `name`: of the bundle at `bundle_dir`, or one that runs
+        `inner_command`.
         """
-        if self._template and "run" in self.command:
+        if self.is_runsc:  # ours come last: of a flag that is given twice, the last counts
+            rootless = ["--rootless"] if os.getuid() else []
+            flags = [*RUNSC_FLAGS, *rootless, "--root", str(bundle_dir / "state")]
+            return [*self.command, *flags, "run", "--bundle", str(bundle_dir), name]
+        if self._is_template:
+            return [
+                w.replace(BUNDLE_PLACEHOLDER, str(bundle_dir)).replace(ID_PLACEHOLDER, name)
+                for w in self.command
+            ]
+        return [*(word.replace(ID_PLACEHOLDER, name) for word in self.command), *inner_command]
+
+    def build_delete_command(self, bundle_dir: Path, name: str) -> list[str]:
+        """What removes what a runtime keeps of a container that was killed; empty: there is nothing
+        beside its processes and, of runsc, its state at `bundle_dir`.
+        """
+        if self._is_template and "run" in self.command:
             before = self.command[: self.command.index("run")]
-            words = [w.replace(BUNDLE, str(place)).replace(NAME, name) for w in before]
+            words = [
+                w.replace(BUNDLE_PLACEHOLDER, str(bundle_dir)).replace(ID_PLACEHOLDER, name)
+                for w in before
+            ]
             return [*words, "delete", "--force", name]
         return []

@@ -9,35 +9,48 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshrl.common.base.errors import Refused
-from meshrl.common.mesh.access.records import HOST, KnownHolders, Member, Token, changing, digest
+from meshrl.common.mesh.access.access_records import (
+    HOST_TOKEN,
+    AccessRecords,
+    MemberRecord,
+    TokenRecord,
+    digest_key,
+    edit_records,
+)
 
-AGAIN_S = 600.0  # in which a host that was let in may ask again, as the answer may have been lost
-ANOTHER = "Ask for another one: `meshrl token create --host` at the head of the mesh"
+REJOIN_WINDOW_S = (
+    600.0  # in which a host that was let in may ask again, as the answer may have been lost
+)
+NEW_TOKEN_HINT = "Ask for another one: `meshrl token create --host` at the head of the mesh"
 
 
-def let_in(path: Path, token_id: str, host: str, public: bytes, now_s: float) -> None:
+def admit_member(path: Path, token_id: str, host: str, public: bytes, now_s: float) -> None:
     """Makes the host with this key a member; again for the same one, for a while. Refused when the
     token does not let it in, or another host has its name or its key.
     """
-    key = digest(public)
-    with changing(path) as known:
+    key = digest_key(public)
+    with edit_records(path) as known:
         same = next((m for m in known.members if m.host == host or m.key == key), None)
         if same is not None:
-            _refuse_another(same, Member(same.id, host, key, token_id, same.since_s), now_s)
+            _reject_different_member(
+                same, MemberRecord(same.id, host, key, token_id, same.since_s), now_s
+            )
             return
         token = next((t for t in known.tokens if t.id == token_id), None)
-        if token is None or (why := _unusable(token, now_s)):
-            raise Refused(why if token is not None else "the mesh knows no such token", fix=ANOTHER)
+        if token is None or (why := _explain_unusable(token, now_s)):
+            raise Refused(
+                why if token is not None else "the mesh knows no such token", fix=NEW_TOKEN_HINT
+            )
         if any(t.key == key for t in known.tokens):
             raise Refused("this is the key of a token, and no host's own")
-        known.members.append(Member(uuid.uuid4().hex[:12], host, key, token_id, now_s))
+        known.members.append(MemberRecord(uuid.uuid4().hex[:12], host, key, token_id, now_s))
         known.tokens[known.tokens.index(token)] = replace(token, used=token.used + 1, host=host)
 
 
-def _refuse_another(known: Member, asking: Member, now_s: float) -> None:
-    if known != asking:
+def _reject_different_member(known: MemberRecord, requested: MemberRecord, now_s: float) -> None:
+    if known != requested:
         raise Refused(f"a host called {known.host} is in the mesh", fix="Join from a new directory")
-    if now_s - known.since_s > AGAIN_S:
+    if now_s - known.since_s > REJOIN_WINDOW_S:
         raise Refused(
             f"{known.host} has joined {now_s - known.since_s:.0f} s ago, and is told its secret no "
             "more",
@@ -46,39 +59,39 @@ def _refuse_another(known: Member, asking: Member, now_s: float) -> None:
         )
 
 
-def _unusable(token: Token, now_s: float) -> str:
+def _explain_unusable(token: TokenRecord, now_s: float) -> str:
     """Why nobody joins with it; empty: somebody may."""
-    if token.kind != HOST:
+    if token.kind != HOST_TOKEN:
         return f"the token of {token.name} is for handing in jobs, not for joining"
     if token.revoked_s:
         return "this token was revoked"
     if now_s >= token.expires_s:
         return "this token has expired"
-    if not token.spent:
+    if not token.is_exhausted:
         return ""
     if token.uses == 1:
         return f"this token was used by {token.host}; each lets in one host"
     return f"this token has let in the {token.uses} hosts that it is good for, {token.host} last"
 
 
-def take_back(path: Path, token_id: str, host: str) -> None:
+def undo_admission(path: Path, token_id: str, host: str) -> None:
     """The host was not let in after all: the token is as it was."""
-    with changing(path) as known:
-        if _removed(known, host, token_id):
+    with edit_records(path) as known:
+        if _remove_host(known, host, token_id):
             known.tokens[:] = [
                 replace(t, used=t.used - 1, host="") if t.id == token_id else t
                 for t in known.tokens
             ]
 
 
-def forget(path: Path, host: str) -> None:
+def remove_member(path: Path, host: str) -> None:
     """The host is a member no more: it may ask nothing."""
     if path.exists():
-        with changing(path) as known:
-            _removed(known, host)
+        with edit_records(path) as known:
+            _remove_host(known, host)
 
 
-def _removed(known: KnownHolders, host: str, token_id: str = "") -> bool:
+def _remove_host(known: AccessRecords, host: str, token_id: str = "") -> bool:
     """Whether it was there; with `token_id`, let in by that."""
     gone = [m for m in known.members if m.host == host and token_id in ("", m.token)]
     known.members[:] = [member for member in known.members if member not in gone]

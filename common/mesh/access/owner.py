@@ -10,18 +10,18 @@ from pathlib import Path
 
 from meshrl.common.base.errors import NotFound
 from meshrl.common.base.files import documents
-from meshrl.common.base.host.settings import MeshSettings, refuse_shared
+from meshrl.common.base.host.settings import MeshSettings, require_private_file
 
-FILE = "owner.json"  # in the mesh's directory, of its head
-REPAIR = (
+OWNER_FILE = "owner.json"  # in the mesh's directory, of its head
+REPAIR_HINT = (
     "Put a copy of it back, or `meshrl down`, remove it, and start the mesh again: it is made "
     "anew, with another name of the head"
 )
-PERSON = "person"  # the role of commands at the head
+PERSON_ROLE = "person"  # the role of commands at the head
 
 
 @dataclass(frozen=True)
-class Owner:
+class MeshOwner:
     """Its master secret, of this start of the mesh, in hexadecimal digits, and the head's name,
     which stays.
     """
@@ -31,17 +31,17 @@ class Owner:
 
     def write(self, directory: Path) -> None:
         """Puts it on record in the mesh's directory. StorageFull."""
-        documents.write(directory / FILE, asdict(self))
+        documents.write(directory / OWNER_FILE, asdict(self))
 
 
-def owner(directory: Path) -> Owner:
+def read_owner(directory: Path) -> MeshOwner:
     """That of the mesh with this directory. NotFound on a host that has joined one, Damaged;
     ConfigError when others can read the file.
     """
-    path = directory / FILE
+    path = directory / OWNER_FILE
     try:
-        refuse_shared(path)
-        return Owner(**documents.read(path, REPAIR))
+        require_private_file(path)
+        return MeshOwner(**documents.read(path, REPAIR_HINT))
     except FileNotFoundError:
         raise NotFound(
             "this host is not the head of its mesh, where the mesh's owner is known",
@@ -49,12 +49,14 @@ def owner(directory: Path) -> Owner:
             fix="Run the command at the head, where `meshrl up` was",
         ) from None
     except TypeError as error:
-        raise documents.damaged(path, f"it holds no secret: {error}", REPAIR) from error
+        raise documents.make_corrupt_error(
+            path, f"it holds no secret: {error}", REPAIR_HINT
+        ) from error
 
 
-def person_settings(settings: MeshSettings, directory: Path) -> MeshSettings:
+def make_person_settings(settings: MeshSettings, directory: Path) -> MeshSettings:
     """The settings by which a command at the head is a process of the mesh, of the role `person`:
     the mesh's own where roles have keys, and with the owner's secret where processes have. Raises
     what `owner` does.
     """
-    return replace(settings, secret=owner(directory).secret) if settings.joinable else settings
+    return replace(settings, secret=read_owner(directory).secret) if settings.joinable else settings

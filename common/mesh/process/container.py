@@ -11,65 +11,65 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-MARKS = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
-KUBERNETES = "KUBERNETES_SERVICE_HOST"  # in the environment of every process of a pod
-NEW_USER = 0x10000000  # CLONE_NEWUSER of <linux/sched.h>
-KERNELS = {"proc", "sysfs", "cgroup", "cgroup2", "devtmpfs", "devpts", "mqueue"}
-SECCOMP = {"0": "none", "1": "strict", "2": "filtered"}
+MARKER_FILES = {"/.dockerenv": "docker", "/run/.containerenv": "podman"}
+KUBERNETES_ENV = "KUBERNETES_SERVICE_HOST"  # in the environment of every process of a pod
+CLONE_NEWUSER = 0x10000000  # CLONE_NEWUSER of <linux/sched.h>
+KERNEL_FILESYSTEMS = {"proc", "sysfs", "cgroup", "cgroup2", "devtmpfs", "devpts", "mqueue"}
+SECCOMP_MODES = {"0": "none", "1": "strict", "2": "filtered"}
 
 
 @dataclass(frozen=True)
-class Rights:
+class ProcessRights:
     """What the kernel lets this process do."""
 
-    user: int
-    capabilities: int  # how many are effective
+    user_id: int
+    capability_count: int  # how many are effective
     seccomp: str  # none | strict | filtered
-    gains_none: bool  # no program gets it more rights (no_new_privs)
-    read_only_root: bool
+    no_new_privileges: bool  # no program gets it more rights (no_new_privs)
+    has_read_only_root: bool
 
 
-def kind() -> str:
+def detect_container() -> str:
     """`docker`, `podman`, `kubernetes`, or what else says that it is one; empty: none does."""
-    if os.environ.get(KUBERNETES):
+    if os.environ.get(KUBERNETES_ENV):
         return "kubernetes"
-    for mark, name in MARKS.items():
+    for mark, name in MARKER_FILES.items():
         if Path(mark).exists():
             return name
     return os.environ.get("container", "")  # noqa: SIM112 - as systemd-nspawn and LXC set it
 
 
-def rights() -> Rights:
+def read_rights() -> ProcessRights:
     """Those of this process."""
     status = dict(
         line.split(":\t", 1)
         for line in Path("/proc/self/status").read_text().splitlines()
         if ":\t" in line
     )
-    return Rights(
-        user=os.geteuid(),
-        capabilities=int(status.get("CapEff", "0"), 16).bit_count(),
-        seccomp=SECCOMP.get(status.get("Seccomp", "0").strip(), "none"),
-        gains_none=status.get("NoNewPrivs", "0").strip() == "1",
-        read_only_root=bool(os.statvfs("/").f_flag & os.ST_RDONLY),
+    return ProcessRights(
+        user_id=os.geteuid(),
+        capability_count=int(status.get("CapEff", "0"), 16).bit_count(),
+        seccomp=SECCOMP_MODES.get(status.get("Seccomp", "0").strip(), "none"),
+        no_new_privileges=status.get("NoNewPrivs", "0").strip() == "1",
+        has_read_only_root=bool(os.statvfs("/").f_flag & os.ST_RDONLY),
     )
 
 
-def writable() -> list[str]:
+def list_writable_mounts() -> list[str]:
     """Where files may be made: mounted places, and the root if it is one."""
     found = []
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, place, system, *_ = line.split(" ")
         place = place.encode().decode("unicode_escape")
-        if system in KERNELS or not os.path.isdir(place):
+        if system in KERNEL_FILESYSTEMS or not os.path.isdir(place):
             continue
         made = place != "/dev" and not place.startswith(("/proc/", "/sys/"))
-        if made and os.access(place, os.W_OK) and _takes_files(place):
+        if made and os.access(place, os.W_OK) and _is_writable(place):
             found.append(place)
     return sorted(set(found))
 
 
-def masked_proc() -> bool:
+def is_proc_masked() -> bool:
     """Whether parts of /proc are covered: the kernel then lets no namespace have a /proc of its
     own, which a jail of bubblewrap does.
     """
@@ -77,13 +77,13 @@ def masked_proc() -> bool:
     return any(line.split(" ")[1].startswith("/proc/") for line in lines)
 
 
-def user_namespaces_refused() -> str:
+def explain_user_namespace_rejection() -> str:
     """Why a process may make no user namespace here; empty: it may. Tried in a child."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         libc = ctypes.CDLL(None, use_errno=True)
-        number = 0 if libc.unshare(NEW_USER) == 0 else ctypes.get_errno()
+        number = 0 if libc.unshare(CLONE_NEWUSER) == 0 else ctypes.get_errno()
         os.write(writes, bytes([number]))
         os._exit(0)
     os.close(writes)
@@ -93,12 +93,12 @@ def user_namespaces_refused() -> str:
     number = said[0] if said else errno.EIO
     if number == 0:
         return ""
-    if number == errno.EPERM and rights().seccomp == "filtered":
+    if number == errno.EPERM and read_rights().seccomp == "filtered":
         return "the container's seccomp profile refuses user namespaces"
     return f"user namespaces are refused: {os.strerror(number)}"
 
 
-def _takes_files(place: str) -> bool:
+def _is_writable(place: str) -> bool:
     try:
         with tempfile.TemporaryFile(dir=place):
             return True

@@ -21,15 +21,19 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.base.files.append_file import AppendFile
-from meshrl.common.base.files.durable import flush, sync
-from meshrl.common.mesh.process import marks
-from meshrl.common.mesh.process.cores import Cores, cores, usage
-from meshrl.common.mesh.process.ends import failure, limits
-from meshrl.common.mesh.process.ends.failure import FAILURE_ENV, Failure, path_beside
-from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.base.files.disk_sync import fsync, fsync_path
+from meshrl.common.mesh.process import mesh_processes
+from meshrl.common.mesh.process.child_handle import ChildProcess, SystemChild, read_start_time
+from meshrl.common.mesh.process.diagnosis import failure, host_limits
+from meshrl.common.mesh.process.diagnosis.failure import FAILURE_ENV, Failure, failure_path
+from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
 from meshrl.common.mesh.process.entry.child import CHANNEL_FD
-from meshrl.common.mesh.process.handle import Child, SystemChild, start_time
-from meshrl.common.mesh.process.starting import PLAIN, Spawning, Start, Starter
+from meshrl.common.mesh.process.processor_usage import (
+    ProcessorUsage,
+    measure_process_usage,
+    measure_processors,
+)
+from meshrl.common.mesh.process.spawning import DEFAULT_OPTIONS, Spawner, SpawnOptions, SpawnRequest
 
 T = TypeVar("T")
 BLOCKING_THREADS = 32  # enough for every file of a process; a stuck one holds its thread
@@ -52,8 +56,8 @@ class Host(Protocol):
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        how: Spawning = PLAIN,
-    ) -> Child:
+        options: SpawnOptions = DEFAULT_OPTIONS,
+    ) -> ChildProcess:
         """Starts a process, from the main thread.
 
         `argv` of `[sys.executable, "-m", module, ...]` runs the module, in a fork of the nursery
@@ -64,13 +68,15 @@ class Host(Protocol):
 
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
-    ) -> Child | None:
+    ) -> ChildProcess | None:
         """The running process that an earlier incarnation spawned; None if it has ended. With a
         `program` (a module and its first arguments), where somebody else told of it: None too
         unless it runs that, for this process's mesh.
         """
 
-    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+    def run_periodically(
+        self, interval_s: float, fn: Callable[[], bool | None], name: str
+    ) -> Stoppable:
         """Calls `fn` each `interval_s`, off the event loop, until it returns False.
 
         What it raises is printed, and it is called again: a lease is still renewed after one
@@ -97,7 +103,7 @@ class Host(Protocol):
         and the job that it is of.
         """
 
-    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+    def find_failure(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
         """The error that ended a process which was spawned with `log`, by its exit status; None for
         one that somebody killed, or that has left no word.
         """
@@ -106,14 +112,16 @@ class Host(Protocol):
     def identity(self) -> tuple[int, int]:
         """The pid and the start time of this process, which name it for ever."""
 
-    def room(self, directory: Path) -> Room:
+    def measure_free_space(self, directory: Path) -> FreeSpace:
         """Bytes that are left of memory, and of the disk that `directory` is on."""
 
-    def cores(self) -> Cores:
+    def measure_processors(self) -> ProcessorUsage:
         """Processors that the processes of this host share, and how busy they have been."""
 
-    def usage(self) -> dict[str, float]:
-        """What this process uses, by name; see `meshrl.common.mesh.process.cores.usage`."""
+    def measure_usage(self) -> dict[str, float]:
+        """What this process uses, by name; see
+        `meshrl.common.mesh.process.processor_usage.measure_process_usage`.
+        """
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -122,12 +130,12 @@ def replace_file(path: Path, content: bytes) -> None:
     with scratch.open("wb") as file:
         file.write(content)
         file.flush()
-        flush(file.fileno())
+        fsync(file.fileno())
     scratch.replace(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-class _Ticker:
+class _PeriodicThread:
     def __init__(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> None:
         self._stopped = threading.Event()
         self._interval_s, self._fn = interval_s, fn
@@ -145,30 +153,30 @@ class _Ticker:
         self._stopped.set()
 
 
-_Work = tuple["Future[Any]", Callable[[], Any]]
+_WorkItem = tuple["Future[Any]", Callable[[], Any]]
 
 
-class _DaemonThreads:
+class _DaemonThreadPool:
     """A pool whose stuck threads do not keep the process alive, as concurrent.futures' do.
 
     The thread that was idle last is taken first: work that comes one piece after another stays in
     one thread, whose caches and memory arena are warm (7 % of a training step's CPU time).
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_threads: int) -> None:
         self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[_Work]] = []
-        self._waiting: deque[_Work] = deque()
-        self._most, self._threads = most, 0
+        self._idle: list[queue.SimpleQueue[_WorkItem]] = []
+        self._waiting: deque[_WorkItem] = deque()
+        self._max_threads, self._threads = max_threads, 0
 
     def submit(self, fn: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             if self._idle:
                 self._idle.pop().put((future, fn))
-            elif self._threads < self._most:
+            elif self._threads < self._max_threads:
                 self._threads += 1
-                inbox: queue.SimpleQueue[_Work] = queue.SimpleQueue()
+                inbox: queue.SimpleQueue[_WorkItem] = queue.SimpleQueue()
                 inbox.put((future, fn))
                 threading.Thread(
                     target=self._serve, args=(inbox,), name="blocking", daemon=True
@@ -177,7 +185,7 @@ class _DaemonThreads:
                 self._waiting.append((future, fn))
         return future
 
-    def _serve(self, inbox: queue.SimpleQueue[_Work]) -> None:
+    def _serve(self, inbox: queue.SimpleQueue[_WorkItem]) -> None:
         while True:
             future, fn = inbox.get()
             tell: Callable[[], None] | None = None
@@ -186,12 +194,12 @@ class _DaemonThreads:
                     tell = partial(future.set_result, fn())
                 except BaseException as error:
                     tell = partial(future.set_exception, error)
-            self._rest(inbox)
+            self._mark_idle(inbox)
             if tell is not None:
                 tell()
             del future, fn, tell
 
-    def _rest(self, inbox: queue.SimpleQueue[_Work]) -> None:
+    def _mark_idle(self, inbox: queue.SimpleQueue[_WorkItem]) -> None:
         """Before the result is told: who asks for the next piece then finds this thread idle."""
         with self._lock:
             if self._waiting:
@@ -204,9 +212,9 @@ class SystemHost:
     """The machine itself."""
 
     def __init__(self) -> None:
-        self._blocking = _DaemonThreads(BLOCKING_THREADS)
-        self._starter = Starter()
-        self._oom_kills = limits.oom_kills()  # before ours
+        self._blocking = _DaemonThreadPool(BLOCKING_THREADS)
+        self._spawner = Spawner()
+        self._oom_kills = host_limits.count_oom_kills()  # before ours
 
     def spawn(
         self,
@@ -215,7 +223,7 @@ class SystemHost:
         name: str,
         env: Mapping[str, str] = {},
         log: Path | None = None,
-        how: Spawning = PLAIN,
+        options: SpawnOptions = DEFAULT_OPTIONS,
     ) -> SystemChild:
         """Starts a process; see `Host.spawn`. Refused from any thread but the main one where it
         dies with its parent.
@@ -224,8 +232,8 @@ class SystemHost:
         environment.pop(CHANNEL_FD, None)
         environment.pop(FAILURE_ENV, None)
         if log is not None:
-            environment[FAILURE_ENV] = str(path_beside(log.absolute()))
-        return self._starter.start(Start(name, argv, environment, log, how))
+            environment[FAILURE_ENV] = str(failure_path(log.absolute()))
+        return self._spawner.spawn(SpawnRequest(name, argv, environment, log, options))
 
     def adopt(
         self, pid: int, start_time: int, *, name: str, program: Sequence[str] = ()
@@ -234,11 +242,13 @@ class SystemHost:
         child = SystemChild(name, pid)
         if not child.start_time == start_time != 0 or child.poll() is not None:
             return None
-        return child if not program or marks.is_ours(pid, program) else None
+        return child if not program or mesh_processes.is_mesh_program(pid, program) else None
 
-    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
+    def run_periodically(
+        self, interval_s: float, fn: Callable[[], bool | None], name: str
+    ) -> Stoppable:
         """Calls `fn` each `interval_s` seconds in a thread of its own, until it returns False."""
-        return _Ticker(interval_s, fn, name)
+        return _PeriodicThread(interval_s, fn, name)
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """`fn(*args)` in a thread; DeadlineExceeded leaves it running, its result unused."""
@@ -266,37 +276,37 @@ class SystemHost:
     ) -> NoReturn:
         """Ends this process at once with `code`, without clean-up, and prints why to stderr."""
         if error is not None:
-            failure.leave(error, job)
+            failure.write_failure(error, job)
         with contextlib.suppress(OSError):  # a full disk
             print(f"exit {code}: {why}", file=sys.stderr, flush=True)
         os._exit(code)
 
-    def failure_of(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
+    def find_failure(self, pid: int, log: Path | None, code: int = 1) -> Failure | None:
         """The error that a process has left beside its log, or that memory was wanting."""
         if code != -signal.SIGKILL:
-            return failure.found(log, pid) if code > 0 else None
-        before, self._oom_kills = self._oom_kills, limits.oom_kills()
-        text = limits.killed_for_memory(before)
+            return failure.read_failure(log, pid) if code > 0 else None
+        before, self._oom_kills = self._oom_kills, host_limits.count_oom_kills()
+        text = host_limits.explain_oom_kill(before)
         return Failure("OutOfMemory", text.rstrip(".")) if text else None
 
     @property
     def identity(self) -> tuple[int, int]:
         """The pid and the start time of this process."""
-        return os.getpid(), own_start_time()
+        return os.getpid(), read_own_start_time()
 
-    def room(self, directory: Path) -> Room:
+    def measure_free_space(self, directory: Path) -> FreeSpace:
         """Bytes that are left of memory, and of the disk that `directory` is on."""
-        return limits.room(directory)
+        return host_limits.measure_free_space(directory)
 
-    def cores(self) -> Cores:
+    def measure_processors(self) -> ProcessorUsage:
         """Processors that the processes of this host share, and how busy they have been."""
-        return cores()
+        return measure_processors()
 
-    def usage(self) -> dict[str, float]:
+    def measure_usage(self) -> dict[str, float]:
         """Memory and CPU time of this process."""
-        return usage()
+        return measure_process_usage()
 
 
-def own_start_time() -> int:
+def read_own_start_time() -> int:
     """The start time of this process, which names it together with its pid: pids are used again."""
-    return start_time(os.getpid())
+    return read_start_time(os.getpid())

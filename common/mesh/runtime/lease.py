@@ -16,15 +16,15 @@ from meshrl.common.state import registry
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.process.host import Host, Stoppable
-    from meshrl.common.mesh.runtime.doorway import Doorway
-    from meshrl.common.mesh.runtime.seams import Terms
-    from meshrl.common.state.redis.client import State
+    from meshrl.common.mesh.runtime.dependencies import LeaseTerms
+    from meshrl.common.mesh.runtime.process_credentials import ProcessCredentials
+    from meshrl.common.state.redis.client import StateClient
 
 # exit status of a process that may no longer act under its name (EX_TEMPFAIL: start it again)
-LOST = 75
+LEASE_LOST_EXIT_STATUS = 75
 RETRY_S = 0.25
-STILL_S = 1.0  # without a tick of the event loop: worth publishing
-RELEASE_S = 2.0  # it expires by itself if Redis does not answer
+REPORTED_STALL_S = 1.0  # without a tick of the event loop: worth publishing
+RELEASE_TIMEOUT_S = 2.0  # it expires by itself if Redis does not answer
 
 
 class Lease:
@@ -34,31 +34,35 @@ class Lease:
 
     def __init__(
         self,
-        state: State,
+        state: StateClient,
         host: Host,
         clock: Clock,
-        terms: Terms,
+        terms: LeaseTerms,
         watchdog: Watchdog,
         telemetry: Telemetry,
         snapshot: Callable[[], tuple[dict[str, Any], list[dict[str, Any]]]],
-        doorway: Doorway | None = None,
+        credentials: ProcessCredentials | None = None,
     ) -> None:
         """With `doorway` each renewal shows this process's key, and looks for revocations."""
-        self._doorway = doorway
+        self._credentials = credentials
         self._state, self._host, self._clock = state, host, clock
         self._watchdog, self._telemetry = watchdog, telemetry
-        self._ttl_s, self._renew_s, self._on_lost = terms.ttl_s, terms.renew_s, terms.on_lost
+        self._ttl_s, self._renew_s, self._on_lost = (
+            terms.ttl_s,
+            terms.renew_interval_s,
+            terms.on_lost,
+        )
         self._snapshot = snapshot
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._renewal: Stoppable | None = None
-        self._published: Any = None
-        self._held = False
+        self._published_state: Any = None
+        self._is_held = False
         self._renewed_at = clock.monotonic()
-        self.entry = registry.Entry("", "")
+        self.entry = registry.RegistryEntry("", "")
         self.token = 0
 
-    async def take(self, entry: registry.Entry) -> int:
+    async def acquire(self, entry: registry.RegistryEntry) -> int:
         """Takes the name and returns the fencing token. Waits for a predecessor's lease to run out,
         for two lease lengths at most.
         """
@@ -74,9 +78,11 @@ class Lease:
                 if self._clock.monotonic() > until:
                     raise
                 await self._clock.sleep(RETRY_S)
-        self._held, self._renewed_at = True, self._clock.monotonic()
+        self._is_held, self._renewed_at = True, self._clock.monotonic()
         self._ticker = asyncio.create_task(self._tick(), name="watchdog")
-        self._renewal = self._host.every(self._renew_s, self.renew, f"lease {entry.name}")
+        self._renewal = self._host.run_periodically(
+            self._renew_s, self.renew, f"lease {entry.name}"
+        )
         return self.token
 
     async def _tick(self) -> None:
@@ -84,8 +90,8 @@ class Lease:
             await self._watchdog.next_tick()
             self.entry.stats, self.entry.waits = self._snapshot()
             told = (self.entry.stats.get("ready"), self.entry.stats.get("epoch"))
-            if told != self._published:  # somebody waits for this, and not for the renewal
-                self._published = told
+            if told != self._published_state:  # somebody waits for this, and not for the renewal
+                self._published_state = told
                 await self.publish()
 
     async def publish(self) -> None:
@@ -96,58 +102,60 @@ class Lease:
         except DeadlineExceeded:
             self._telemetry.count("renewals_failed")
 
-    def lapsed(self) -> str:
+    def explain_lapse(self) -> str:
         """Why this process may not count on its name; empty while the lease holds."""
-        if not self._held:
+        if not self._is_held:
             return "it has no lease"
         silent_s = self._clock.monotonic() - self._renewed_at
         return f"its lease was renewed {silent_s:.1f} s ago" if silent_s > self._ttl_s else ""
 
-    async def renewed(self) -> bool:
+    async def renew_now(self) -> bool:
         """Renews now and returns whether the lease is held. Ends the process if it is lost."""
-        if self._held:
+        if self._is_held:
             await self.publish()
-        return self._held
+        return self._is_held
 
     def renew(self) -> bool:
         """Renews once; False ends the thread. Runs off the loop."""
-        if not self._held:
+        if not self._is_held:
             return False
-        hung = self._watchdog.stalled()
+        hung = self._watchdog.explain_stall()
         if hung:
-            return self._lost(hung)
+            return self._handle_loss(hung)
         entry, asked = self.entry, self._clock.monotonic()
         stats = entry.stats
-        if (still_s := self._watchdog.still_s) > STILL_S:  # no tick says so, as there is none
+        if (
+            still_s := self._watchdog.stalled_for_s
+        ) > REPORTED_STALL_S:  # no tick says so, as there is none
             stats = stats | {"loop_lag_ms": round(still_s * 1000, 1)}
-        doorway, ttl_ms = self._doorway, int(self._ttl_s * 1000)
+        doorway, ttl_ms = self._credentials, int(self._ttl_s * 1000)
         row = doorway.row if doorway is not None else None
         try:
-            renewal = registry.renew(
+            renewal = registry.renew_lease(
                 self._state, entry.name, self.token, ttl_ms, stats, entry.waits, row
             )
         except StateUnavailable:
             self._telemetry.count("renewals_failed")
             return True  # the lease may outlive the outage: go on trying
-        if renewal.held or not self._held:
+        if renewal.held or not self._is_held:
             self._renewed_at = asked
             if doorway is not None and renewal.held:
-                doorway.keys.refresh(renewal.doors)
+                doorway.keys.refresh_keys(renewal.doors)
             return True
         why = "the lease has expired or another incarnation holds the name"
-        return self._lost(renewal.why or why)
+        return self._handle_loss(renewal.why or why)
 
-    def _lost(self, why: str) -> bool:
-        self._held = False
+    def _handle_loss(self, why: str) -> bool:
+        self._is_held = False
         text = f"{self.entry.name} ({self.entry.incarnation}) lost its lease: {why}"
         if self._on_lost is not None:
             self._on_lost(text)
         else:
             dump_stacks(text, self._loop)
-            self._host.exit(LOST, text, Fenced(text))
+            self._host.exit(LEASE_LOST_EXIT_STATUS, text, Fenced(text))
         return False
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """Stops renewing and frees the name; where Redis does not answer, the lease runs out by
         itself.
         """
@@ -155,10 +163,10 @@ class Lease:
             self._renewal.stop()
         if self._ticker is not None:
             self._ticker.cancel()
-        if self._held:
-            self._held = False
+        if self._is_held:
+            self._is_held = False
             try:
-                async with self._clock.timeout(RELEASE_S, "giving the name back"):
-                    await registry.release(self._state, self.entry.name, self.token)
+                async with self._clock.timeout(RELEASE_TIMEOUT_S, "giving the name back"):
+                    await registry.release_lease(self._state, self.entry.name, self.token)
             except (StateUnavailable, DeadlineExceeded):
                 self._telemetry.count("releases_failed")

@@ -7,45 +7,54 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
-from meshrl.common.api.calls.callers import CALLERS, ROLES
+from meshrl.common.api.calls.call_permissions import CALL_PERMISSIONS, ROLES
 from meshrl.common.api.calls.interface import Method
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.messages import Frame
 from meshrl.common.base.errors import BadMessage, ConfigError, MeshError, NotAllowed
-from meshrl.common.base.host.settings import OFF, MeshSettings
+from meshrl.common.base.host.settings import METRICS_OFF, MeshSettings
 from meshrl.common.base.job_clock import JobClock
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.running import run
+from meshrl.common.mesh.process.service_loop import run_service
+from meshrl.common.mesh.runtime.actor_ref import ActorRef, CallContext
 from meshrl.common.mesh.runtime.calls.actor import Actor, bind
-from meshrl.common.mesh.runtime.calls.calling import Caller
-from meshrl.common.mesh.runtime.calls.directory import Directory
-from meshrl.common.mesh.runtime.calls.serving import Server
-from meshrl.common.mesh.runtime.calls.sweep import Sweep
+from meshrl.common.mesh.runtime.calls.caller import Caller
+from meshrl.common.mesh.runtime.calls.deadline_timer import DeadlineTimer
+from meshrl.common.mesh.runtime.calls.directory import ActorDirectory
+from meshrl.common.mesh.runtime.calls.server import RequestServer
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
-from meshrl.common.mesh.runtime.doorway import LOOK_S, Doorway, Revocations
+from meshrl.common.mesh.runtime.dependencies import (
+    UNRESTRICTED,
+    AccessRules,
+    LeaseTerms,
+    MeshDependencies,
+)
 from meshrl.common.mesh.runtime.lease import Lease
-from meshrl.common.mesh.runtime.monitor import Monitor
-from meshrl.common.mesh.runtime.patience import WAITS
-from meshrl.common.mesh.runtime.ref import Asking, Ref
-from meshrl.common.mesh.runtime.seams import OPEN, Access, Seams, Terms
-from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint
-from meshrl.common.mesh.telemetry.logs import Rejections, Telemetry, log_to_stderr
+from meshrl.common.mesh.runtime.monitor_pages import MonitorPages
+from meshrl.common.mesh.runtime.process_credentials import (
+    LOOKUP_TIMEOUT_S,
+    PeerVerifier,
+    ProcessCredentials,
+)
+from meshrl.common.mesh.runtime.retry_policy import CURRENT_WAITS
+from meshrl.common.mesh.telemetry.logs import ConnectionRejections, Telemetry, log_to_stderr
+from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint
 from meshrl.common.mesh.telemetry.tracing import Tracer
 from meshrl.common.mesh.telemetry.watchdog import Watchdog
 from meshrl.common.mesh.transport.base import Peer
-from meshrl.common.mesh.transport.strangers import Limits
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.unauthenticated_peers import ConnectionLimits
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.mesh.wire.frames import unpack_header
 from meshrl.common.state import registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.redis.client import State, sync_client
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.redis.client import StateClient, open_sync_client
 
 ACTOR_STOP_S = 10.0
 HOUSEKEEPING_S = 2.0
 IDLE_CONNECTION_S = 120.0
 
-__all__ = ["Mesh", "MeshSettings", "run"]
+__all__ = ["Mesh", "MeshSettings", "run_service"]
 
 
 class Mesh:
@@ -58,63 +67,78 @@ class Mesh:
         self,
         name: str,
         kind: str,
-        seams: Seams,
+        dependencies: MeshDependencies,
         *,
         job: str = "",
         settings: MeshSettings | None = None,
-        terms: Terms | None = None,
-        access: Access = OPEN,
+        terms: LeaseTerms | None = None,
+        access: AccessRules = UNRESTRICTED,
     ) -> None:
-        terms = terms or Terms()
-        state, clock, host, doorway = seams.state, seams.clock, seams.host, access.doorway
+        terms = terms or LeaseTerms()
+        state, clock, host, doorway = (
+            dependencies.state,
+            dependencies.clock,
+            dependencies.host,
+            access.credentials,
+        )
         self.name, self.kind = name, kind
-        self.state, self.transport, self.clock = state, seams.transport, clock
-        self.random, self.host = seams.random, host
+        self.state, self.transport, self.clock = state, dependencies.transport, clock
+        self.random, self.host = dependencies.random, host
         self.job_clock = JobClock(clock)  # of the one job that the process works for, if it does
         self.settings = settings or MeshSettings(redis_url=state.url, run_root="", host="")
-        self.incarnation = seams.random.token(8)
+        self.incarnation = dependencies.random.hex_token(8)
         self.ready: bool | None = None  # published with the stats once it is set
         self.telemetry = Telemetry(name, job)
         self.log = self.telemetry.log  # `mesh.log.warning("what", key=value)`
         self.waits = WaitTable(clock)
-        WAITS.set(self.waits)
-        self.doorway = doorway  # None in a simulation
-        self._directory = Directory(state, clock, self.waits, self.check if doorway else None)
-        self._watchdog = Watchdog(clock, terms.stall_s)
+        CURRENT_WAITS.set(self.waits)
+        self.credentials = doorway  # None in a simulation
+        self._directory = ActorDirectory(
+            state, clock, self.waits, self.verify_peer if doorway else None
+        )
+        self._watchdog = Watchdog(clock, terms.stall_limit_s)
         # Within `with mesh.loading():` the loop may stand still for 300 s: large files are read,
         # code is compiled. Within `with mesh.wait(what, on):` this process waits for `on`: an
         # actor, "redis", "group:12"; it is published with every renewal.
         self.loading, self.wait = self._watchdog.loading, self.waits.wait
-        self._sweep = Sweep(clock.monotonic)
-        transport, telemetry = seams.transport, self.telemetry
-        own, tracer = self.incarnation, Tracer(seams.random.child("trace"))
+        self._deadline_timer = DeadlineTimer(clock.monotonic)
+        transport, telemetry = dependencies.transport, self.telemetry
+        own, tracer = self.incarnation, Tracer(dependencies.random.child("trace"))
         self._caller = Caller(
-            clock, transport, own, tracer, telemetry, self._sweep, lambda: self.silent_at
+            clock,
+            transport,
+            own,
+            tracer,
+            telemetry,
+            self._deadline_timer,
+            lambda: self.redis_silent_at,
         )
         self._callers = access.callers
-        self._server = Server(name, clock, transport, own, telemetry, self._sweep, access.callers)
-        self._revocations = Revocations(doorway, host, self._directory, self._server)
+        self._server = RequestServer(
+            name, clock, transport, own, telemetry, self._deadline_timer, access.callers
+        )
+        self._peer_verifier = PeerVerifier(doorway, host, self._directory, self._server)
         self._lease = Lease(
             state, host, clock, terms, self._watchdog, self.telemetry, self._snapshot, doorway
         )
         self._stats: Callable[[], dict[str, Any]] = dict
-        self._asking = Asking(
+        self._call_context = CallContext(
             clock,
             self._directory,
             self._caller,
             self.telemetry,
             self.start,
-            self.check_may_ask,
-            self._revocations.doubt,
+            self.require_may_call,
+            self._peer_verifier.mark_suspect,
         )
-        self._refs: dict[str, Ref] = {}
+        self._references: dict[str, ActorRef] = {}
         self._actor: Actor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._housekeeping: asyncio.Task[None] | None = None
-        self._owns_state = seams.owns_state
-        self._left = False
-        self.rejections = Rejections(self.telemetry)
-        self.rejections.add(lambda: self.transport.refused)
+        self._owns_state = dependencies.owns_state
+        self._is_closed = False
+        self.rejections = ConnectionRejections(self.telemetry)
+        self.rejections.add_listener(lambda: self.transport.rejected_connections)
         self._endpoint: MetricsEndpoint | None = None
 
     @classmethod
@@ -132,45 +156,49 @@ class Mesh:
         if kind not in ROLES:
             raise ConfigError(
                 f"{kind!r} is no role of a process; there are {', '.join(sorted(ROLES))}",
-                where="common/api/calls/callers.py",
+                where="common/api/calls/call_permissions.py",
             )
         log_to_stderr(name, job)
         clock = SystemClock()
         async with AsyncExitStack() as opened:
-            state = await State.open(settings.redis_as(kind))
+            state = await StateClient.open(settings.make_redis_url(kind))
             opened.push_async_callback(state.close)
             if not settings.joinable:  # else the head alone admits hosts
-                await doors.admit_first(state, settings.host)
+                await credentials.admit_if_first(state, settings.host)
             # The key is registered before the transport answers peers, who look it up.
-            client = sync_client(settings.redis_as(kind), LOOK_S)
-            doorway = await Doorway.enter(name, kind, settings.host, state, client, clock)
-            opened.push_async_callback(doorway.leave)
+            client = open_sync_client(settings.make_redis_url(kind), LOOKUP_TIMEOUT_S)
+            doorway = await ProcessCredentials.register(
+                name, kind, settings.host, state, client, clock
+            )
+            opened.push_async_callback(doorway.withdraw)
             transport = ZmqTransport(
                 settings.bind,
                 settings.advertise,
                 keys=doorway.keys,
-                connections=Limits() if settings.joinable else None,
+                connection_limits=ConnectionLimits() if settings.joinable else None,
             )
             opened.push_async_callback(transport.close)
             mesh = cls(
                 name,
                 kind,
-                Seams(state, transport, clock, Random.system(), SystemHost(), owns_state=True),
+                MeshDependencies(
+                    state, transport, clock, Random.from_os_entropy(), SystemHost(), owns_state=True
+                ),
                 job=job,
                 settings=settings,
-                terms=Terms(stall_s=settings.stall_s),
-                access=Access(CALLERS, doorway),
+                terms=LeaseTerms(stall_limit_s=settings.stall_s),
+                access=AccessRules(CALL_PERMISSIONS, doorway),
             )
-            state.renewed = mesh._lease.renewed
-            if settings.metrics != OFF:
-                mesh.show_metrics(settings.metrics)
+            state.renew_lease = mesh._lease.renew_now
+            if settings.metrics != METRICS_OFF:
+                mesh.serve_metrics(settings.metrics)
             opened.pop_all()  # the mesh closes them when it leaves
         return mesh
 
     @property
-    def silent_at(self) -> float:
+    def redis_silent_at(self) -> float:
         """When Redis, which knows the keys of processes, last did not answer."""
-        return self._directory.silent_at
+        return self._directory.redis_silent_at
 
     @property
     def token(self) -> int:
@@ -183,10 +211,10 @@ class Mesh:
         """Opens the mesh for asking, without a name of its own. `join` does it too."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._sweep.start()
+            self._deadline_timer.start()
             self._server.start()
-            self.transport.start(self._deliver, self._lost, self._server.gone)
-            self._housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+            self.transport.start(self._deliver, self._on_peer_lost, self._server.cancel_peer)
+            self._housekeeping = asyncio.create_task(self._run_housekeeping(), name="housekeeping")
 
     async def join(
         self,
@@ -202,21 +230,21 @@ class Mesh:
         """
         try:
             methods = bind(actor) if actor is not None else {}
-            self._server.expect(methods)
+            self._server.set_methods(methods)
             self._stats = stats
             self.start()
-            await self._lease.take(self._entry(bulk_address))
+            await self._lease.acquire(self._make_entry(bulk_address))
             self._actor = actor
             if actor is not None:
                 await actor.start()
         except BaseException as error:
             await self._close(error)
             raise
-        self._server.offer()
+        self._server.open()
 
-    def _entry(self, bulk_address: str) -> registry.Entry:
+    def _make_entry(self, bulk_address: str) -> registry.RegistryEntry:
         pid, start_time = self.host.identity
-        return registry.Entry(
+        return registry.RegistryEntry(
             name=self.name,
             kind=self.kind,
             address=self.transport.address,
@@ -237,9 +265,9 @@ class Mesh:
 
     async def _close(self, first: BaseException | None) -> None:
         """Raises `first`, or else the first error of closing; what else fails is logged."""
-        if not self._left:
-            self._left = True
-            for step in self._closing():
+        if not self._is_closed:
+            self._is_closed = True
+            for step in self._list_closing_steps():
                 try:
                     await step()
                 except BaseException as error:
@@ -250,15 +278,15 @@ class Mesh:
         if first is not None:
             raise first
 
-    def _closing(self) -> Iterator[Callable[[], Awaitable[None]]]:
+    def _list_closing_steps(self) -> Iterator[Callable[[], Awaitable[None]]]:
         """What `leave` does, step by step: none is left out because one before it failed."""
         yield self._server.stop
         yield self._stop_actor
-        yield self._lease.give_back
-        yield self._stop_asking
+        yield self._lease.release
+        yield self._stop_calling
         yield self.transport.close
-        if self.doorway is not None:
-            yield self.doorway.leave
+        if self.credentials is not None:
+            yield self.credentials.withdraw
         if self._owns_state:
             yield self.state.close
 
@@ -268,12 +296,12 @@ class Mesh:
             async with self.clock.timeout(ACTOR_STOP_S, f"stopping {self.name}"):
                 await actor.stop()
 
-    async def _stop_asking(self) -> None:
+    async def _stop_calling(self) -> None:
         self._directory.stop()
         if self._housekeeping is not None:
             self._housekeeping.cancel()
         self._caller.stop()
-        self._sweep.stop()
+        self._deadline_timer.stop()
         if self._endpoint is not None:
             self._endpoint.close()
 
@@ -281,23 +309,25 @@ class Mesh:
         """Publishes stats and waits now instead of with the next renewal."""
         await self._lease.publish()
 
-    def show_metrics(self, where: str) -> None:
+    def serve_metrics(self, where: str) -> None:
         """Serves metrics and health by HTTP, from now until it leaves; before `join`, which
         publishes the address. ConfigError when `where` (as `mesh.metrics`) has no free port.
         """
-        pages = Monitor(self.name, self.kind, self._lease, self._watchdog, self.telemetry).pages
+        pages = MonitorPages(
+            self.name, self.kind, self._lease, self._watchdog, self.telemetry
+        ).pages
         self._endpoint = MetricsEndpoint(where, self.settings.advertise, self.host, pages)
 
     @property
-    def serving(self) -> int:
+    def running_calls(self) -> int:
         """The number of calls and streams under way here."""
-        return self._server.running
+        return self._server.running_count
 
-    def ref(self, name: str) -> Ref:
+    def ref(self, name: str) -> ActorRef:
         """The actor of this name, to be asked; it is looked up at the first call."""
-        ref = self._refs.get(name)
+        ref = self._references.get(name)
         if ref is None:
-            ref = self._refs[name] = Ref(self._asking, name)
+            ref = self._references[name] = ActorRef(self._call_context, name)
         return ref
 
     # ------------------------------------------------------------ what arrives
@@ -311,38 +341,38 @@ class Mesh:
             self.telemetry.count("bad_frames")
             return
         if peer:
-            self._server.accept(peer, header, frames, role)
+            self._server.receive(peer, header, frames, role)
         else:
-            self._caller.accept(header, frames)
+            self._caller.receive(header, frames)
 
-    async def check(self, entry: registry.Entry, *, bulk: bool = False) -> None:
+    async def verify_peer(self, entry: registry.RegistryEntry, *, bulk: bool = False) -> None:
         """Returns when the process that an entry names has proved to be that, or where processes
         of one mesh prove no more than their roles; with `bulk` by the key of its bulk port.
         StateUnavailable; HandshakeFailed.
         """
-        await self._revocations.check(entry, bulk)
+        await self._peer_verifier.verify(entry, bulk)
 
-    def _lost(self, address: str, reached: bool, refused: bool = False) -> None:
+    def _on_peer_lost(self, address: str, reached: bool, refused: bool = False) -> None:
         if refused:
-            self._revocations.doubt_address(address)
+            self._peer_verifier.mark_address_suspect(address)
         self._directory.forget_address(address)
-        self._caller.lost(address, reached, refused)
+        self._caller.fail_peer(address, reached, refused)
 
     # ------------------------------------------------------------ bookkeeping
 
     def _snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         stats = {
             "loop_lag_ms": round(self._watchdog.lag_s * 1000, 1),
-            **self.host.usage(),
-            "serving": self._server.running,
+            **self.host.measure_usage(),
+            "serving": self._server.running_count,
             **self.telemetry.counters,
-            **self._own_stats(),
+            **self._read_stats(),
         }
         if self.ready is not None:
             stats["ready"] = self.ready
-        return stats, self.waits.published(self._caller.waits())
+        return stats, self.waits.list_longest(self._caller.iterate_waits())
 
-    def _own_stats(self) -> dict[str, Any]:
+    def _read_stats(self) -> dict[str, Any]:
         try:
             return self._stats()
         except Exception:  # a service's defect in a figure must not cost it its lease
@@ -350,30 +380,30 @@ class Mesh:
             self.telemetry.count("stats_failed")
             return {}
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             await self.clock.sleep(HOUSEKEEPING_S)
             now = self.clock.monotonic()
-            self._caller.forget_idle(now - IDLE_CONNECTION_S)
+            self._caller.close_idle(now - IDLE_CONNECTION_S)
             self.rejections.report(now)
-            await self._revocations.keep(self._lease, self.telemetry)
-            waited_for = self._caller.waited_for(now - HOUSEKEEPING_S)
+            await self._peer_verifier.apply_revocations(self._lease, self.telemetry)
+            waited_for = self._caller.list_awaited_routes(now - HOUSEKEEPING_S)
             if not waited_for:
                 continue
             try:
-                dead = await self._directory.dead(waited_for)
+                dead = await self._directory.find_dead(waited_for)
             except MeshError as error:  # whatever it is, this task has more to look after
                 self.telemetry.count(f"not_looked_up_{error.code}")
                 continue
             for route in dead:
-                self.transport.forget(route.address)
-                self._lost(route.address, True)
+                self.transport.disconnect(route.address)
+                self._on_peer_lost(route.address, True)
 
-    def check_may_ask(self, method: Method[Any]) -> None:
+    def require_may_call(self, method: Method[Any]) -> None:
         """NotAllowed: a process of this role may not call `method`, whoever would be asked."""
         if self._callers is not None and self.kind not in self._callers.get(method.label, ()):
             raise NotAllowed(
                 f"a {self.kind} may not call {method.label}",
                 where=self.name,
-                fix="common/api/calls/callers.py says who may",
+                fix="common/api/calls/call_permissions.py says who may",
             )

@@ -12,8 +12,8 @@ from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.mesh.runtime.mesh import Mesh
 
 T = TypeVar("T")
-STUCK = 70  # exit status of a process with a thread that no deadline has ended
-OPEN_S = 1e9  # a piece itself has no deadline: those who wait for it have
+STUCK_EXIT_STATUS = 70  # exit status of a process with a thread that no deadline has ended
+NO_DEADLINE_S = 1e9  # a piece itself has no deadline: those who wait for it have
 
 
 class SerialExecutor:
@@ -24,34 +24,34 @@ class SerialExecutor:
     worker starts it again.
     """
 
-    def __init__(self, mesh: Mesh, patience_s: float) -> None:
-        self._mesh, self._patience_s = mesh, patience_s
+    def __init__(self, mesh: Mesh, grace_s: float) -> None:
+        self._mesh, self._grace_s = mesh, grace_s
         self._task: asyncio.Task[Any] | None = None
         self._busy = asyncio.Lock()
 
     async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
         """What `work` returns. DeadlineExceeded and cancellation leave it running; see `ended`."""
         async with self._busy:
-            await self.ended()
-            running = self._mesh.host.run_blocking(work, *args, deadline_s=OPEN_S)
+            await self.wait_idle()
+            running = self._mesh.host.run_blocking(work, *args, deadline_s=NO_DEADLINE_S)
             task = self._task = asyncio.create_task(running, name="serial executor")
-            task.add_done_callback(looked_at)
+            task.add_done_callback(consume_exception)
             async with self._mesh.clock.timeout(deadline_s, getattr(work, "__qualname__", "work")):
                 return await asyncio.shield(task)
 
-    async def ended(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns when no piece of work runs any more; ends the process after `patience_s`."""
         task = self._task
         if task is None or task.done():
             return
         try:
-            async with self._mesh.clock.timeout(self._patience_s, "work that nobody waits for"):
+            async with self._mesh.clock.timeout(self._grace_s, "work that nobody waits for"):
                 await asyncio.wait([task])
         except DeadlineExceeded as error:
-            self._mesh.host.exit(STUCK, str(error), error)
+            self._mesh.host.exit(STUCK_EXIT_STATUS, str(error), error)
 
 
-def looked_at(task: asyncio.Task[Any]) -> None:
+def consume_exception(task: asyncio.Task[Any]) -> None:
     """Marks a task's error as seen: its caller has been told, or was cancelled."""
     if not task.cancelled():
         task.exception()

@@ -1,1 +1,3 @@
-"""What a process reports of itself: logs, counters, metrics, health. Open `endpoint.py` first."""
+"""What a process reports of itself: logs, counters, metrics, health. Open `metrics_endpoint.py`
+first.
+"""

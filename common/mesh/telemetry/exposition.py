@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-PREFIX = "meshrl_"
+METRIC_PREFIX = "meshrl_"
 
 
 class Exposition:
@@ -23,7 +23,7 @@ class Exposition:
         self._labels = dict(labels)
         self._counters, self._gauges = dict(counters), dict(gauges)
 
-    def rendered(self) -> tuple[int, str, bytes]:
+    def render(self) -> tuple[int, str, bytes]:
         """HTTP status, content type and body."""
         # Only a process that is asked pays for the import: 70 ms of CPU time.
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -41,13 +41,13 @@ class Exposition:
             ]
             yield family
         for name, value in self._counters.items():
-            counter = CounterMetricFamily(metric(name), name, labels=list(self._labels))
+            counter = CounterMetricFamily(make_metric_name(name), name, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
         for name in self._gauges.keys() - self._counters.keys():
-            yield from self._gauge(name, self._gauges[name])
+            yield from self._collect_gauge(name, self._gauges[name])
 
-    def _gauge(self, name: str, value: Any) -> Iterator[Any]:
+    def _collect_gauge(self, name: str, value: Any) -> Iterator[Any]:
         from prometheus_client.metrics_core import GaugeMetricFamily
 
         many = isinstance(value, Mapping)
@@ -55,13 +55,13 @@ class Exposition:
         numbers = {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}
         if numbers:
             labels = [*self._labels, "of"] if many else list(self._labels)
-            gauge = GaugeMetricFamily(metric(name), name, labels=labels)
+            gauge = GaugeMetricFamily(make_metric_name(name), name, labels=labels)
             for key, number in numbers.items():
                 own = [*self._labels.values(), key] if many else list(self._labels.values())
                 gauge.add_metric(own, number)
             yield gauge
 
 
-def metric(name: str) -> str:
+def make_metric_name(name: str) -> str:
     """A name that Prometheus takes."""
-    return PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)
+    return METRIC_PREFIX + re.sub(r"\W", "_", name, flags=re.ASCII)

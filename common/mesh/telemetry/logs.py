@@ -14,11 +14,11 @@ from typing import Any, TextIO, cast
 
 import structlog
 
-from meshrl.common.mesh.telemetry.tracing import trace_id
+from meshrl.common.mesh.telemetry.tracing import read_trace_id
 
-LOGGED_EVERY_S = 30.0  # between two lines of the log, however many there are
+LOG_INTERVAL_S = 30.0  # between two lines of the log, however many there are
 
-Listener = Callable[[], Mapping[str, int]]
+RejectionCounter = Callable[[], Mapping[str, int]]
 
 
 class _LossyLog:
@@ -40,7 +40,7 @@ def log_to_stderr(service: str, job: str = "") -> None:
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
-            _traced,
+            _add_trace_id,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -50,16 +50,18 @@ def log_to_stderr(service: str, job: str = "") -> None:
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, _LossyLog())),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(**_whose(service, job))
+    structlog.contextvars.bind_contextvars(**_make_log_context(service, job))
 
 
-def _whose(service: str, job: str) -> dict[str, str]:
+def _make_log_context(service: str, job: str) -> dict[str, str]:
     return {"service": service, "job": job} if job else {"service": service}
 
 
-def _traced(logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def _add_trace_id(
+    logger: Any, method: str, line: MutableMapping[str, Any]
+) -> MutableMapping[str, Any]:
     """Asked of lines that are written alone: who logs nothing pays nothing."""
-    if trace := trace_id():
+    if trace := read_trace_id():
         line.setdefault("trace", trace)
     return line
 
@@ -70,7 +72,7 @@ class Telemetry:
     """
 
     def __init__(self, service: str, job: str = "") -> None:
-        self.log: Any = structlog.get_logger(**_whose(service, job))
+        self.log: Any = structlog.get_logger(**_make_log_context(service, job))
         self.counters: dict[str, float] = {}
 
     def count(self, name: str, by: float = 1) -> None:
@@ -78,23 +80,23 @@ class Telemetry:
         self.counters[name] = self.counters.get(name, 0) + by
 
 
-class Rejections:
+class ConnectionRejections:
     """Sum over the listeners of a process of the connections that each has turned away."""
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._listeners: list[Listener] = []
+        self._listeners: list[RejectionCounter] = []
         self._logged: dict[str, int] = {}
-        self._logged_at = -LOGGED_EVERY_S
+        self._logged_at = -LOG_INTERVAL_S
 
-    def add(self, listener: Listener) -> None:
+    def add_listener(self, listener: RejectionCounter) -> None:
         """Include a listener, which returns its rejected connections by reason."""
         self._listeners.append(listener)
 
     def report(self, now: float) -> None:
         """Count and log the connections since the last line of the log, one line a while."""
         rejected = dict(sum((Counter(listener()) for listener in self._listeners), Counter()))
-        if rejected == self._logged or now - self._logged_at < LOGGED_EVERY_S:
+        if rejected == self._logged or now - self._logged_at < LOG_INTERVAL_S:
             return
         new = {why: n - self._logged.get(why, 0) for why, n in rejected.items()}
         for why, number in new.items():

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from meshrl.common.base.clock import Clock
 
-MOST = 4096  # parts that are kept: what follows counts as the last one's
+MAX_PARTS = 4096  # parts that are kept: what follows counts as the last one's
 
 
-class Untimed:
+class NullStopwatch:
     """Measures nothing: what is not traced has this one."""
 
     __slots__ = ()
@@ -18,10 +18,10 @@ class Untimed:
         """It is in `state` from now on."""
 
 
-UNTIMED = Untimed()
+NULL_STOPWATCH = NullStopwatch()
 
 
-class Stopwatch(Untimed):
+class Stopwatch(NullStopwatch):
     """Begins in a state. A change of state costs two readings of a clock at most."""
 
     __slots__ = ("_clock", "_parts", "_since", "_state", "began")
@@ -34,12 +34,12 @@ class Stopwatch(Untimed):
 
     def enter(self, state: str) -> None:
         """It is in `state` from now on."""
-        if state != self._state and len(self._parts) < 2 * MOST:
+        if state != self._state and len(self._parts) < 2 * MAX_PARTS:
             now = self._clock.monotonic()
             self._parts += (self._state, now - self._since)
             self._state, self._since = state, now
 
-    def parts(self) -> list[str | float]:
+    def list_parts(self) -> list[str | float]:
         """Each state until now and its milliseconds, one after the other, less those of none."""
         every = [*self._parts, self._state, self._clock.monotonic() - self._since]
         told: list[str | float] = []

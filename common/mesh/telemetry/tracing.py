@@ -9,31 +9,31 @@ from dataclasses import dataclass, field
 
 from meshrl.common.base.random import Random
 
-PREFIX = 36  # characters of a W3C traceparent's version, trace id and dashes
-LENGTH = 55
+TRACE_PREFIX_CHARS = 36  # characters of a W3C traceparent's version, trace id and dashes
+TRACEPARENT_CHARS = 55
 
 _trace: ContextVar[str] = ContextVar("trace", default="")
 
 
 @dataclass(slots=True, eq=False)
-class Scope:
+class CallScope:
     """The call that the running code serves. Its deadline bounds calls made for it; once it is
     over, it bounds nothing.
     """
 
     deadline: float
-    over: bool = field(default=False, init=False)
+    is_finished: bool = field(default=False, init=False)
 
 
-scope: ContextVar[Scope | None] = ContextVar("scope", default=None)
+current_call: ContextVar[CallScope | None] = ContextVar("scope", default=None)
 
 
-def adopt(traceparent: str) -> None:
+def adopt_trace(traceparent: str) -> None:
     """What runs from here belongs to the trace of `traceparent`; anything malformed starts none."""
-    _trace.set(traceparent[:PREFIX] if len(traceparent) == LENGTH else "")
+    _trace.set(traceparent[:TRACE_PREFIX_CHARS] if len(traceparent) == TRACEPARENT_CHARS else "")
 
 
-def trace_id() -> str:
+def read_trace_id() -> str:
     """32 hex digits, or empty outside any trace."""
     return _trace.get()[3:35]
 
@@ -43,11 +43,13 @@ class Tracer:
 
     def __init__(self, random: Random) -> None:
         self._random = random
-        self._process = random.token(4)  # the upper half of our span ids; the call id is the lower
+        self._process = random.hex_token(
+            4
+        )  # the upper half of our span ids; the call id is the lower
 
-    def traceparent(self, call_id: int) -> str:
+    def make_traceparent(self, call_id: int) -> str:
         """The W3C `traceparent` of an outgoing call: the current trace or a new one, and the call
         as its parent.
         """
-        prefix = _trace.get() or f"00-{self._random.token(16)}-"
+        prefix = _trace.get() or f"00-{self._random.hex_token(16)}-"
         return f"{prefix}{self._process}{call_id & 0xFFFFFFFF:08x}-01"

@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from meshrl.common.base.clock import Clock
 
 TICK_S = 0.5
-LOADING_S = 300.0  # reading a large model may hold the loop this long
+LOADING_LIMIT_S = 300.0  # reading a large model may hold the loop this long
 
 
 class Watchdog:
     """Ticks on the loop; `stalled()` is asked from the renewal thread."""
 
-    def __init__(self, clock: Clock, stall_s: float) -> None:
+    def __init__(self, clock: Clock, stall_limit_s: float) -> None:
         self._clock = clock
-        self._stall_s = stall_s
+        self._stall_s = stall_limit_s
         self._loading = 0
         self._ticked = clock.monotonic()
         self.lag_s = 0.0
@@ -45,21 +45,23 @@ class Watchdog:
             self._loading -= 1
 
     @property
-    def still_s(self) -> float:
+    def stalled_for_s(self) -> float:
         """Seconds for which the loop has not run now, beyond its interval."""
         return max(0.0, self._clock.monotonic() - self._ticked - TICK_S)
 
     @property
-    def behind_s(self) -> float:
+    def current_lag_s(self) -> float:
         """Seconds by which the loop was late at its last tick, or is now."""
-        return max(self.lag_s, self.still_s)
+        return max(self.lag_s, self.stalled_for_s)
 
-    def stalled(self, starting: bool = False) -> str:
+    def explain_stall(self, starting: bool = False) -> str:
         """Why this process must count as hung; empty while its loop runs. Nothing ticks while it
         is `starting`: it may take as long as loading.
         """
         silent_s = self._clock.monotonic() - self._ticked
-        allowed_s = max(self._stall_s, LOADING_S) if self._loading or starting else self._stall_s
+        allowed_s = (
+            max(self._stall_s, LOADING_LIMIT_S) if self._loading or starting else self._stall_s
+        )
         if silent_s <= allowed_s:
             return ""
         return f"the event loop has not run for {silent_s:.1f} s; {allowed_s:g} are allowed"

@@ -9,45 +9,47 @@ import re
 
 from zmq.utils import z85
 
-MARK, BETWEEN = "#", "."
-BULK = "bulk:"  # begins the text of a bulk port's key, which is taken for no other
+KEY_SEPARATOR, BULK_KEY_SEPARATOR = "#", "."
+BULK_KEY_PREFIX = "bulk:"  # begins the text of a bulk port's key, which is taken for no other
 
 
-def keyed(endpoint: str, public: bytes, bulk: bytes = b"") -> str:
+def format_address(endpoint: str, public: bytes, bulk: bytes = b"") -> str:
     """The address of who answers at `endpoint` with the key `public` (Z85), and at its bulk port
     with the key `bulk` (32 bytes), if it has one.
     """
-    return f"{endpoint}{MARK}{key_text(public)}" + (f"{BETWEEN}{bulk.hex()}" if bulk else "")
+    return f"{endpoint}{KEY_SEPARATOR}{format_key(public)}" + (
+        f"{BULK_KEY_SEPARATOR}{bulk.hex()}" if bulk else ""
+    )
 
 
-def key_text(public: bytes) -> str:
+def format_key(public: bytes) -> str:
     """A public key (Z85) in hexadecimal digits, as it is written everywhere else."""
     text: bytes = z85.decode(public)
     return text.hex()
 
 
-def endpoint_of(address: str) -> str:
+def parse_endpoint(address: str) -> str:
     """Where to connect to."""
-    return address.partition(MARK)[0]
+    return address.partition(KEY_SEPARATOR)[0]
 
 
-def key_of(address: str) -> bytes:
+def parse_key(address: str) -> bytes:
     """The public key (Z85) of who answers there; empty when the address names none."""
-    text = address.partition(MARK)[2].partition(BETWEEN)[0]
+    text = address.partition(KEY_SEPARATOR)[2].partition(BULK_KEY_SEPARATOR)[0]
     if not re.fullmatch(r"[0-9a-f]{64}", text):
         return b""
     key: bytes = z85.encode(bytes.fromhex(text))
     return key
 
 
-def bulk_key_of(address: str) -> bytes:
+def parse_bulk_key(address: str) -> bytes:
     """The public key (32 bytes) of the bulk port of who answers there; empty when the address names
     none.
     """
-    text = address.partition(MARK)[2].partition(BETWEEN)[2]
+    text = address.partition(KEY_SEPARATOR)[2].partition(BULK_KEY_SEPARATOR)[2]
     return bytes.fromhex(text) if re.fullmatch(r"[0-9a-f]{64}", text) else b""
 
 
-def bulk_key_text(public: bytes) -> str:
+def format_bulk_key(public: bytes) -> str:
     """The key of a bulk port as doors and errors have it: no key of calls reads like that."""
-    return f"{BULK}{public.hex()}"
+    return f"{BULK_KEY_PREFIX}{public.hex()}"

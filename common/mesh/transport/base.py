@@ -11,9 +11,9 @@ from meshrl.common.base.encoding.messages import Frame
 # caller
 Peer = bytes
 Frames = Sequence[Frame]
-Deliver = Callable[[Peer, list[Frame], str], None]
-Lost = Callable[[str, bool, bool], None]
-Gone = Callable[[Peer], None]
+DeliverCallback = Callable[[Peer, list[Frame], str], None]
+PeerLostCallback = Callable[[str, bool, bool], None]
+RequesterGoneCallback = Callable[[Peer], None]
 
 
 class Transport(Protocol):
@@ -24,10 +24,15 @@ class Transport(Protocol):
         """Where others reach this process."""
 
     @property
-    def refused(self) -> Mapping[str, int]:
+    def rejected_connections(self) -> Mapping[str, int]:
         """How many connections were turned away so far, by reason."""
 
-    def start(self, deliver: Deliver, lost: Lost, gone: Gone) -> None:
+    def start(
+        self,
+        deliver: DeliverCallback,
+        on_peer_lost: PeerLostCallback,
+        on_requester_gone: RequesterGoneCallback,
+    ) -> None:
         """Runs `deliver(peer, frames, role)` on the loop for every message from now on; never
         before. `role` is what the sender of a request has proved to be, empty where nobody proves
         anything.
@@ -45,12 +50,12 @@ class Transport(Protocol):
     def reply(self, peer: Peer, frames: Frames) -> None:
         """Sends an answer to the requester, parking like `send`; `gone` reports a lost peer."""
 
-    def owner(self, peer: Peer) -> str | bytes:
+    def find_owner(self, peer: Peer) -> str | bytes:
         """Who sent the request that was last delivered from `peer`: the key that it has proved
         where each process has one, over all its connections; else this connection alone.
         """
 
-    def forget(self, address: str) -> None:
+    def disconnect(self, address: str) -> None:
         """Closes the connection to `address`, if there is one; the next `send` opens another."""
 
     async def close(self) -> None:

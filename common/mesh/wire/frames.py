@@ -13,12 +13,12 @@ from meshrl.common.base.encoding.messages import (
     DECODE_ERRORS,
     LIMITS,
     Frame,
-    checked,
-    unpacked,
+    check_arity,
+    unpack_body,
 )
 from meshrl.common.base.errors import BadMessage
 
-VERSION = 1
+WIRE_VERSION = 1
 CALL, REPLY, ERROR, ITEM, END, CREDIT, CANCEL, CAST = range(1, 9)
 # version, kind, id, actor, method, sender, target, number, traceparent. `sender` and `target` are
 # incarnations. `number` is the remaining deadline of a CALL in ms (0: none), the position of an
@@ -41,7 +41,7 @@ def pack_header(
     """The header frame of a message. `number` means what its kind says: a deadline, a place or
     credits.
     """
-    return _pack((VERSION, kind, call_id, actor, method, sender, target, number, trace))
+    return _pack((WIRE_VERSION, kind, call_id, actor, method, sender, target, number, trace))
 
 
 def unpack_header(frame: Frame) -> tuple[Any, ...]:
@@ -54,9 +54,9 @@ def unpack_header(frame: Frame) -> tuple[Any, ...]:
         raise BadMessage(f"a header that is not MessagePack: {error}") from None
     if tuple(map(type, fields)) != _HEADER_TYPES:
         raise BadMessage("a header whose fields are not the nine that belong there")
-    if fields[0] != VERSION:
+    if fields[0] != WIRE_VERSION:
         raise BadMessage(
-            f"wire version {fields[0]}; this process speaks {VERSION}",
+            f"wire version {fields[0]}; this process speaks {WIRE_VERSION}",
             fix="Start all processes of a mesh from one installation",
         )
     return fields
@@ -69,7 +69,7 @@ def pack_error(code: str, text: str) -> bytes:
 
 def unpack_error(body: Frame) -> tuple[str, str]:
     """(code, text) of an error's body; BadMessage if it holds anything else."""
-    code, text = checked(unpacked(body), 2, "an error")
+    code, text = check_arity(unpack_body(body), 2, "an error")
     if type(code) is not str or type(text) is not str:
         raise BadMessage("an error that is not a code and a text")
     return code, text

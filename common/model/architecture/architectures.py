@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # What all of them share; an architecture's own defaults come on top.
-_SHARED: dict[str, Any] = {
+_COMMON_DEFAULTS: dict[str, Any] = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
     "head_dim": None,  # hidden_size / num_attention_heads
 }
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
-_MIXTURE = {"router_aux_loss_coef": 0.001}
-_QWEN_MIXTURE = _MIXTURE | {
+_QWEN_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096}
+_MOE_DEFAULTS = {"router_aux_loss_coef": 0.001}
+_QWEN_MOE_DEFAULTS = _MOE_DEFAULTS | {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
     "mlp_only_layers": None,
@@ -31,16 +31,16 @@ class Architecture:
     """One of `transformers`' decoders, as it differs from Llama."""
 
     model_class: str  # its class with a language-modelling head
-    own: Mapping[str, Any]  # defaults, beside those that all have
-    layer_types: bool = False  # config.json may say for each layer whether its window slides
-    experts: str = ""  # name of the layer's part that has router and experts; "": no mixture
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
-    ignored: frozenset[str] = field(default_factory=frozenset)  # keys without a meaning here
+    own_defaults: Mapping[str, Any]  # defaults, beside those that all have
+    has_layer_types: bool = False  # config.json may say for each layer whether its window slides
+    experts_module: str = ""  # name of the layer's part that has router and experts; "": no mixture
+    expert_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    ignored_keys: frozenset[str] = field(default_factory=frozenset)  # keys without a meaning here
 
     @property
     def defaults(self) -> dict[str, Any]:
         """Key of config.json -> what holds where it is absent."""
-        return _SHARED | dict(self.own)
+        return _COMMON_DEFAULTS | dict(self.own_defaults)
 
 
 ARCHITECTURES = {
@@ -63,7 +63,7 @@ ARCHITECTURES = {
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
-        _MIXTURE
+        _MOE_DEFAULTS
         | {
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -74,25 +74,25 @@ ARCHITECTURES = {
             "num_experts_per_tok": 2,
             "router_jitter_noise": 0.0,
         },
-        experts="block_sparse_moe",
-        parts=("w1", "w3", "w2"),
+        experts_module="block_sparse_moe",
+        expert_projections=("w1", "w3", "w2"),
     ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
-        _QWEN_WINDOW
+        _QWEN_WINDOW_DEFAULTS
         | {
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
             "max_window_layers": 28,
             "layer_types": None,
         },
-        layer_types=True,
-        ignored=frozenset({"attention_bias", "qkv_bias"}),  # it always has them
+        has_layer_types=True,
+        ignored_keys=frozenset({"attention_bias", "qkv_bias"}),  # it always has them
     ),
     "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
-        _QWEN_WINDOW
-        | _QWEN_MIXTURE
+        _QWEN_WINDOW_DEFAULTS
+        | _QWEN_MOE_DEFAULTS
         | {
             "max_position_embeddings": 32768,
             "num_key_value_heads": 16,
@@ -104,12 +104,12 @@ ARCHITECTURES = {
             "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632,
         },
-        layer_types=True,
-        experts="mlp",
+        has_layer_types=True,
+        experts_module="mlp",
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
-        _QWEN_WINDOW
+        _QWEN_WINDOW_DEFAULTS
         | {
             "max_position_embeddings": 32768,
             "num_key_value_heads": 32,
@@ -118,13 +118,13 @@ ARCHITECTURES = {
             "layer_types": None,
             "attention_bias": False,
         },
-        layer_types=True,
-        ignored=frozenset({"use_qk_norm"}),  # it always has them
+        has_layer_types=True,
+        ignored_keys=frozenset({"use_qk_norm"}),  # it always has them
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
-        _QWEN_WINDOW
-        | _QWEN_MIXTURE
+        _QWEN_WINDOW_DEFAULTS
+        | _QWEN_MOE_DEFAULTS
         | {
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
@@ -133,9 +133,9 @@ ARCHITECTURES = {
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
-        experts="mlp",
+        experts_module="mlp",
         # Its windows are in all layers, or in none; it always has norms of queries and keys.
-        ignored=frozenset({"max_window_layers", "use_qk_norm"}),
+        ignored_keys=frozenset({"max_window_layers", "use_qk_norm"}),
     ),
     "smollm3": Architecture(
         "SmolLM3ForCausalLM",
@@ -152,13 +152,13 @@ ARCHITECTURES = {
             "attention_bias": False,
             "mlp_bias": False,
         },
-        layer_types=True,
-        ignored=frozenset({"max_window_layers"}),
+        has_layer_types=True,
+        ignored_keys=frozenset({"max_window_layers"}),
     ),
 }
 
 # Keys that say nothing about what is computed: names, tokens, training, generation.
-HARMLESS = frozenset(
+NEUTRAL_KEYS = frozenset(
     {
         "architectures",
         "model_type",
@@ -235,28 +235,30 @@ HARMLESS = frozenset(
         "begin_suppress_tokens",
     }
 )
-SIZES = (  # without which a description is none
+REQUIRED_KEYS = (  # without which a description is none
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
 )
-_MEANT = frozenset({"is_causal", "use_rope"})  # keys of which True is what every decoder does
-_FACTOR = re.compile(r"multiplier|scal(e|ing)$|factor")  # 1 leaves what it multiplies as it is
+_TRUE_BY_DEFAULT = frozenset(
+    {"is_causal", "use_rope"}
+)  # keys of which True is what every decoder does
+_FACTOR_KEY = re.compile(r"multiplier|scal(e|ing)$|factor")  # 1 leaves what it multiplies as it is
 # Ids of tokens; dropout, which is for pre-training; what a tool notes for itself.
-_BY_NAME = re.compile(r"_token_ids?$|dropout|_pdrop$|layerdrop|^_|^unsloth")
+_NEUTRAL_KEY = re.compile(r"_token_ids?$|dropout|_pdrop$|layerdrop|^_|^unsloth")
 
 
 def is_neutral(key: str, value: Any) -> bool:
     """True if a model computes the same with `key = value` as without the key."""
     empty = value is None or (isinstance(value, str | list | dict) and not value)
-    if empty or _BY_NAME.search(key):
+    if empty or _NEUTRAL_KEY.search(key):
         return True
     if not isinstance(value, bool | int | float):
         return False
-    if key in _MEANT:
+    if key in _TRUE_BY_DEFAULT:
         return value == 1
     if value == 1 and not isinstance(value, bool):
-        return _FACTOR.search(key) is not None
+        return _FACTOR_KEY.search(key) is not None
     return value == 0

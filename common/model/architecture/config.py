@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.architectures import ARCHITECTURES
-from meshrl.common.model.architecture.description import described, fields
+from meshrl.common.model.architecture.hf_config import format_hf_config, parse_hf_config
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class ModelConfig:
         return tuple(i for i in range(self.layers) if i not in self.dense_layers)
 
     @property
-    def expert_shape(self) -> tuple[int, int]:
+    def routing_shape(self) -> tuple[int, int]:
         """Experts that a token is sent to: (sparse layers, experts in each)."""
         return len(self.sparse_layers), self.experts_per_token
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """How many numbers a decoder of this shape has."""
         d, width = self.hidden_size, self.head_dim
         queries, projected = self.heads * width, (self.heads + 2 * self.kv_heads) * width
         attention = 2 * d + projected * d + d * queries + 2 * width * self.qk_norm
-        attention += projected * self.attention_bias + d * self.output_bias
+        attention += projected * self.attention_bias + d * self.has_output_bias
         expert, shared = 3 * d * self.expert_ffn_size, 3 * d * self.shared_ffn_size
         sparse = self.experts * (d + expert) + (shared + d if shared else 0)
         mixtures = len(self.sparse_layers)
@@ -102,17 +102,17 @@ class ModelConfig:
         return layers + d + self.vocab_size * d * (1 if self.tie_embeddings else 2)
 
     @property
-    def ids_end(self) -> int:
+    def token_id_end(self) -> int:
         """One more than the highest id that the tokenizer has."""
         last = self.absent_ids[-1] if self.absent_ids else None
         return last[0] if last and last[1] == self.vocab_size else self.vocab_size
 
     @property
-    def output_bias(self) -> bool:
+    def has_output_bias(self) -> bool:
         """Whether the projection behind attention has a bias; Qwen2 has them on q, k and v only."""
         return self.attention_bias and self.architecture not in ("qwen2", "qwen2_moe")
 
-    def window(self, layer: int) -> int:
+    def get_window_tokens(self, layer: int) -> int:
         """How many tokens a token of this layer sees, itself among them; 0: all before it."""
         return self.sliding_window if layer in self.sliding_layers else 0
 
@@ -121,17 +121,17 @@ class ModelConfig:
         """The shape that a config.json declares, keys that it lacks as `transformers` takes them;
         ConfigError on a key whose meaning this decoder lacks.
         """
-        return cls(**fields(raw))
+        return cls(**parse_hf_config(raw))
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json that `transformers`, vLLM and SGLang load."""
-        return described(self)
+        return format_hf_config(self)
 
-    def exported(self) -> dict[str, Any]:
+    def export_hf(self) -> dict[str, Any]:
         """The config.json that the shape was read from, with what has changed since; for a shape
         that comes from no checkpoint, as `to_hf`.
         """
         if not self.source:
-            return described(self)
-        before, now = described(ModelConfig.from_hf(self.source)), described(self)
+            return format_hf_config(self)
+        before, now = format_hf_config(ModelConfig.from_hf(self.source)), format_hf_config(self)
         return {**self.source, **{key: now[key] for key in now if now[key] != before[key]}}

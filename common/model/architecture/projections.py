@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
 
-FUSED = {  # our matrix of a layer -> Hugging Face's, in row order
+FUSED_PROJECTIONS = {  # our matrix of a layer -> Hugging Face's, in row order
     "qkv": ("q_proj", "k_proj", "v_proj"),
     "output": ("o_proj",),
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-ATTENTION = ("qkv", "output")
+ATTENTION_MATRICES = ("qkv", "output")
 _MODULES = {"qkv": "self_attn", "output": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 
@@ -25,18 +25,18 @@ class Projection:
     """One of Hugging Face's projections as rows of one of our matrices."""
 
     name: str  # q_proj
-    fused: str  # qkv
-    start: int
+    fused_name: str  # qkv
+    start_row: int
     rows: int
     columns: int
 
     @property
     def module(self) -> str:
         """Hugging Face's name of it within a layer."""
-        return f"{_MODULES[self.fused]}.{self.name}"
+        return f"{_MODULES[self.fused_name]}.{self.name}"
 
 
-def projections(config: ModelConfig) -> dict[str, Projection]:
+def build_projections(config: ModelConfig) -> dict[str, Projection]:
     """The projections of one dense layer, by Hugging Face's name."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     rows = {
@@ -52,7 +52,7 @@ def projections(config: ModelConfig) -> dict[str, Projection]:
         "down": config.ffn_size,
     }
     found = {}
-    for fused, names in FUSED.items():
+    for fused, names in FUSED_PROJECTIONS.items():
         start = 0
         for name, count in zip(names, rows[fused], strict=True):
             found[name] = Projection(name, fused, start, count, columns[fused])
@@ -62,9 +62,9 @@ def projections(config: ModelConfig) -> dict[str, Projection]:
 
 def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> None:
     """ConfigError when adapters of `rank` on `targets` (as `lora.targets`) do not fit the model."""
-    names = targeted(config, targets)
-    parts = projections(config)
-    inside = sorted({parts[name].fused for name in names} & {"gate_up", "down"})
+    names = resolve_targets(config, targets)
+    parts = build_projections(config)
+    inside = sorted({parts[name].fused_name for name in names} & {"gate_up", "down"})
     if inside and config.sparse_layers:
         raise ConfigError(
             f"{', '.join(inside)} of a mixture of experts take no adapters",
@@ -80,19 +80,19 @@ def check_adapters(config: ModelConfig, rank: int, targets: Sequence[str]) -> No
         )
 
 
-def targeted(config: ModelConfig, targets: Sequence[str]) -> list[str]:
+def resolve_targets(config: ModelConfig, targets: Sequence[str]) -> list[str]:
     """Hugging Face's names of what `lora.targets` means, in their order; ConfigError if unknown.
 
     None given: all that take adapters in a model of this shape.
     """
-    known = [name for names in FUSED.values() for name in names]
+    known = [name for names in FUSED_PROJECTIONS.values() for name in names]
     chosen: set[str] = set()
-    for target in targets or (ATTENTION if config.sparse_layers else FUSED):
-        if target not in known and target not in FUSED:
+    for target in targets or (ATTENTION_MATRICES if config.sparse_layers else FUSED_PROJECTIONS):
+        if target not in known and target not in FUSED_PROJECTIONS:
             raise ConfigError(
                 f"there is no projection {target!r} to adapt",
                 where="lora.targets",
-                fix=f"use any of {', '.join([*FUSED, *known])}",
+                fix=f"use any of {', '.join([*FUSED_PROJECTIONS, *known])}",
             )
-        chosen |= set(FUSED.get(target, (target,)))
+        chosen |= set(FUSED_PROJECTIONS.get(target, (target,)))
     return [name for name in known if name in chosen]

@@ -1,1 +1,1 @@
-"""Chats as tokens, by the template of a checkpoint. Open `chat.py` first."""
+"""Chats as tokens, by the template of a checkpoint. Open `chat_format.py` first."""

@@ -9,11 +9,11 @@ Message = dict[str, Any]  # {"role": ..., "content": ...}, as everywhere
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class BadMessages(ValueError):
+class InvalidMessages(ValueError):
     """Text, messages or a message that no chat format takes; the error names the message."""
 
 
-def conversation_of(value: Any, roles: Sequence[str] = ()) -> list[Message]:
+def parse_conversation(value: Any, roles: Sequence[str] = ()) -> list[Message]:
     """Messages with texts as contents, and without the keys that are null.
 
     A text is a message of the user. Arrow gives all messages of a column all keys of the others,
@@ -23,73 +23,83 @@ def conversation_of(value: Any, roles: Sequence[str] = ()) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
-        raise BadMessages(f"messages are a text or a list, not {value!r:.80}")
+        raise InvalidMessages(f"messages are a text or a list, not {value!r:.80}")
     if not value:
-        raise BadMessages("the list of messages is empty")
+        raise InvalidMessages("the list of messages is empty")
     filled = any(
         isinstance(message, dict) and any(v is None for k, v in message.items() if k != "content")
         for message in value
     )
     return [
-        message_of(message, f"message {number}", roles, filled)
+        parse_message(message, f"message {number}", roles, filled)
         for number, message in enumerate(value, 1)
     ]
 
 
-def message_of(value: Any, name: str, roles: Sequence[str] = (), filled: bool = False) -> Message:
+def parse_message(
+    value: Any, name: str, roles: Sequence[str] = (), has_filled_nulls: bool = False
+) -> Message:
     """One message, which errors call `name`."""
     if not isinstance(value, dict):
-        raise BadMessages(f"{name} is no {{'role', 'content'}}, but {value!r:.80}")
+        raise InvalidMessages(f"{name} is no {{'role', 'content'}}, but {value!r:.80}")
     message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
     if role is None:
-        raise BadMessages(f"{name} has no role; it has {', '.join(map(repr, value)) or 'no key'}")
+        raise InvalidMessages(
+            f"{name} has no role; it has {', '.join(map(repr, value)) or 'no key'}"
+        )
     if not (isinstance(role, str) and role.isidentifier()) or (roles and role not in roles):
-        raise BadMessages(f"{name} has the role {role!r}; known are {', '.join(roles or ROLES)}")
+        raise InvalidMessages(
+            f"{name} has the role {role!r}; known are {', '.join(roles or ROLES)}"
+        )
     calls = message.pop("tool_calls", None)
     if calls:
-        message["tool_calls"] = _calls(calls, f"{name} ({role})", filled)
-    content = _text(message.get("content"), f"{name} ({role})")
+        message["tool_calls"] = _parse_tool_calls(calls, f"{name} ({role})", has_filled_nulls)
+    content = _parse_content(message.get("content"), f"{name} ({role})")
     if content is None and not calls:
-        raise BadMessages(
+        raise InvalidMessages(
             f"{name} ({role}) has no content, which only a message with calls may lack"
         )
     return message | {"content": content or ""}
 
 
-def _text(content: Any, name: str) -> str | None:
+def _parse_content(content: Any, name: str) -> str | None:
     """The text of a content: a text, or a list of parts that are texts."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadMessages(f"{name}: its content is of type {type(content).__name__!r}, not a text")
+        raise InvalidMessages(
+            f"{name}: its content is of type {type(content).__name__!r}, not a text"
+        )
     texts = []
     for part in content:
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str) or (isinstance(part, dict) and part.get("type") != "text"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise BadMessages(f"{name}: a part of its content is of type {kind!r}, not a text")
+            raise InvalidMessages(f"{name}: a part of its content is of type {kind!r}, not a text")
         texts.append(text)
     return "".join(texts)
 
 
-def _calls(value: Any, name: str, filled: bool) -> list[Message]:
+def _parse_tool_calls(value: Any, name: str, has_filled_nulls: bool) -> list[Message]:
     if not isinstance(value, list):
-        raise BadMessages(
+        raise InvalidMessages(
             f"{name}: its tool_calls are of type {type(value).__name__!r}, not a list"
         )
     calls = []
     for call in value:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadMessages(f"{name}: a tool call is no {{'function': {{'name', 'arguments'}}}}")
+            raise InvalidMessages(
+                f"{name}: a tool call is no {{'function': {{'name', 'arguments'}}}}"
+            )
         arguments = function.get("arguments")
         if arguments is None:
             arguments = {}
         elif isinstance(arguments, dict):
-            arguments = {k: v for k, v in arguments.items() if not (filled and v is None)}
+            arguments = {k: v for k, v in arguments.items() if not (has_filled_nulls and v is None)}
         elif not isinstance(arguments, str):
-            raise BadMessages(f"{name}: arguments of a tool call are {arguments!r:.80}")
+            raise InvalidMessages(f"{name}: arguments of a tool call are {arguments!r:.80}")
         function = {"name": function["name"], "arguments": arguments}
         calls.append({k: v for k, v in call.items() if v is not None} | {"function": function})
     return calls

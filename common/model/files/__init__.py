@@ -1,1 +1,1 @@
-"""Checkpoints as Hugging Face's tools read them. Open `hf.py` first."""
+"""Checkpoints as Hugging Face's tools read them. Open `hf_writer.py` first."""

@@ -15,11 +15,11 @@ from torch import Tensor
 # (layer, queries [.., heads, head_dim], keys and values [.., kv_heads, head_dim], window) -> like
 # queries. Each token sees itself and what lies before, of that the last `window` tokens, itself
 # among them; 0: all.
-Attention = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
+AttentionFunction = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
-def visible(rows: int, seen: int, window: int, device: torch.device) -> Tensor:
+def build_causal_mask(rows: int, context_tokens: int, window: int, device: torch.device) -> Tensor:
     """bool [rows, seen]: what the last `rows` of a sequence's `seen` tokens see of it."""
-    key = torch.arange(seen, device=device)
-    query = key[seen - rows :, None]
+    key = torch.arange(context_tokens, device=device)
+    query = key[context_tokens - rows :, None]
     return (key <= query) & (key > query - window) if window else key <= query

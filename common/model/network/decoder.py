@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.network.attention import Attention
-from meshrl.common.model.network.moe import Experts, Routed, Routing
-from meshrl.common.model.network.pointwise import PLAIN, Pointwise
-from meshrl.common.model.network.rope import rope_table
-from meshrl.kernels.absent import hide
+from meshrl.common.model.network.attention import AttentionFunction
+from meshrl.common.model.network.moe import LayerRouting, MixtureOfExperts, Routing
+from meshrl.common.model.network.pointwise import TORCH_POINTWISE, PointwiseOps
+from meshrl.common.model.network.rope import build_rope_table
+from meshrl.kernels.absent_ids import mask_absent_logits
 
 
-class Added(Protocol):
+class ProjectionAdapters(Protocol):
     """What adapters add to a layer's projections."""
 
-    def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
+    def apply_lora(self, fused_name: str, x: Tensor, y: Tensor) -> Tensor:
         """`y` [.., rows], which is `x` [.., columns] through our matrix `fused`, and what is added
         to it."""
 
@@ -52,47 +52,47 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.pointwise: Pointwise = PLAIN
+        self.pointwise: PointwiseOps = TORCH_POINTWISE
         d, vocab = config.hidden_size, config.vocab_size
         self.embedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
-        self._sparse = frozenset(config.sparse_layers)
+        self._sparse_layers = frozenset(config.sparse_layers)
         self.layers = nn.ModuleList(
-            (SparseLayer if index in self._sparse else Layer)(config, dtype)
+            (MoeDecoderLayer if index in self._sparse_layers else DecoderLayer)(config, dtype)
             for index in range(config.layers)
         )
         self.final_norm = nn.Parameter(torch.empty(d, dtype=dtype))
         if not config.tie_embeddings:
             self.unembedding = nn.Parameter(torch.empty(vocab, d, dtype=dtype))
-        table = rope_table(config, max_positions or config.max_positions)
+        table = build_rope_table(config, max_positions or config.max_positions)
         self.register_buffer("rope", table.to(dtype), persistent=False)
 
-    def use(self, pointwise: Pointwise) -> None:
+    def set_pointwise(self, pointwise: PointwiseOps) -> None:
         """Makes all parts compute with these operators from now on."""
         for part in self.modules():
-            if isinstance(part, Decoder | Layer | Experts):
+            if isinstance(part, Decoder | DecoderLayer | MixtureOfExperts):
                 part.pointwise = pointwise
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
-        attention: Attention,
+        attention: AttentionFunction,
         experts: Tensor | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
         """Hidden states [.., hidden_size], normalised, of `tokens` [..] at `positions` [..].
 
         Of a mixture of experts, `experts` [.., sparse layers, k] says where to send each token
-        (`meshrl.common.base.experts.UNKNOWN`: where the router does), and `routing` is told where
-        each went.
+        (`meshrl.common.base.expert_routing.UNKNOWN_EXPERT`: where the router does), and
+        `routing` is told where each went.
         """
         hidden = embedding(tokens, self.embedding)
-        rotation = self.rotations(positions)
-        counted = routing.counted if routing is not None else None
-        routed: list[Routed] = []
+        rotation = self.lookup_rotations(positions)
+        counted = routing.balance_mask if routing is not None else None
+        routed: list[LayerRouting] = []
         for index, layer in enumerate(self.layers):
             cos, sin = rotation(index)
-            if index in self._sparse:  # not its type: a layer may be wrapped
+            if index in self._sparse_layers:  # not its type: a layer may be wrapped
                 given = experts[..., len(routed), :] if experts is not None else None
                 hidden, told = layer(hidden, cos, sin, index, attention, given, counted)
                 routed.append(told)
@@ -100,23 +100,23 @@ class Decoder(nn.Module):
                 hidden = layer(hidden, cos, sin, index, attention)
         if routing is not None and routed:
             routing.experts = torch.stack([told.experts for told in routed], -2)
-            losses = torch.stack([told.balance for told in routed])
-            routing.balance = losses.mean() * self.config.balance_coefficient
-        return self.pointwise.normed(hidden, self.final_norm, self.config.norm_eps)
+            losses = torch.stack([told.balance_loss for told in routed])
+            routing.balance_loss = losses.mean() * self.config.balance_coefficient
+        return self.pointwise.rms_norm(hidden, self.final_norm, self.config.norm_eps)
 
-    def rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
+    def lookup_rotations(self, positions: Tensor) -> Callable[[int], tuple[Tensor, Tensor]]:
         """Cosines and sines of rotary positions [..], each [.., 1, head_dim], by layer."""
         cos, sin = self.rope[positions].unsqueeze(-3).unbind(-2)
         still = torch.ones_like(cos), torch.zeros_like(sin)
         unrotated = self.config.unrotated_layers
         return lambda layer: still if layer in unrotated else (cos, sin)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """[.., vocab_size] of hidden states [.., hidden_size]; minus infinity for ids without a
         token."""
         tied = self.config.tie_embeddings
         found = linear(hidden, self.embedding if tied else self.unembedding)
-        return hide(found, self.config.absent_ids)
+        return mask_absent_logits(found, self.config.absent_ids)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
@@ -125,16 +125,16 @@ class Decoder(nn.Module):
             if parameter.dim() < 2:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                std = spread(self.config, name, parameter.shape)
+                std = initial_std(self.config, name, parameter.shape)
                 parameter.normal_(std=std, generator=generator)
 
-    def settle(self) -> None:
+    def reset_buffers(self) -> None:
         """Computes what is no parameter, once memory is there that a `meta` device had none of."""
-        table = rope_table(self.config, len(self.rope))
+        table = build_rope_table(self.config, len(self.rope))
         self.rope.copy_(table)
 
 
-def spread(config: ModelConfig, name: str, shape: torch.Size) -> float:
+def initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
     """The standard deviation that a matrix of a new model begins with."""
     if name.endswith("embedding"):
         return _EMBEDDING_STD
@@ -142,13 +142,13 @@ def spread(config: ModelConfig, name: str, shape: torch.Size) -> float:
     return std / math.sqrt(2 * config.layers) if name.endswith(("output", "down")) else std
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and SwiGLU, each behind an RMSNorm, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.pointwise: Pointwise = PLAIN
+        self.pointwise: PointwiseOps = TORCH_POINTWISE
         d, width = config.hidden_size, config.head_dim
         queries, keys = config.heads * width, config.kv_heads * width
 
@@ -161,53 +161,55 @@ class Layer(nn.Module):
         self.query_norm = parameter(width) if config.qk_norm else None
         self.key_norm = parameter(width) if config.qk_norm else None
         self.output = parameter(d, queries)
-        self.output_bias = parameter(d) if config.output_bias else None
+        self.output_bias = parameter(d) if config.has_output_bias else None
         self.mlp_norm = parameter(d)
-        self.adapters: Added | None = None  # what is added to the projections
-        self._feed_forward(dtype)
+        self.adapters: ProjectionAdapters | None = None  # what is added to the projections
+        self._allocate_feed_forward(dtype)
 
-    def _feed_forward(self, dtype: torch.dtype) -> None:
+    def _allocate_feed_forward(self, dtype: torch.dtype) -> None:
         """Allocates what comes behind `mlp_norm`."""
         d, width = self.config.hidden_size, self.config.ffn_size
         self.gate_up = nn.Parameter(torch.empty(2 * width, d, dtype=dtype))
         self.down = nn.Parameter(torch.empty(d, width, dtype=dtype))
 
     def forward(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: AttentionFunction
     ) -> Tensor:
         """The residual stream [.., hidden] after attention and the feed-forward part of layer
         `index`.
         """
         hidden = self.attend(hidden, cos, sin, index, attention)
-        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
-        x = self.pointwise.swiglu(self._projected("gate_up", x))
-        return hidden + self._projected("down", x)
+        x = self.pointwise.rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
+        x = self.pointwise.swiglu(self._project("gate_up", x))
+        return hidden + self._project("down", x)
 
     def attend(
-        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: Attention
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, index: int, attention: AttentionFunction
     ) -> Tensor:
         """The residual stream with what attention adds."""
         c, pointwise = self.config, self.pointwise
-        x = pointwise.normed(hidden, self.attention_norm, c.norm_eps)
+        x = pointwise.rms_norm(hidden, self.attention_norm, c.norm_eps)
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = self.query_norm, self.key_norm
         counts = c.heads, c.kv_heads
-        q, k, v = pointwise.heads(self._projected("qkv", x), cos, sin, counts, norms, c.norm_eps)
-        mixed = attention(index, q, k, v, c.window(index)).flatten(-2)
-        return hidden + self._projected("output", mixed)
+        q, k, v = pointwise.split_norm_rotate_heads(
+            self._project("qkv", x), cos, sin, counts, norms, c.norm_eps
+        )
+        mixed = attention(index, q, k, v, c.get_window_tokens(index)).flatten(-2)
+        return hidden + self._project("output", mixed)
 
-    def _projected(self, name: str, x: Tensor) -> Tensor:
+    def _project(self, name: str, x: Tensor) -> Tensor:
         """`x` through one of the layer's matrices, its bias and its adapters."""
         y = linear(x, getattr(self, name), getattr(self, name + "_bias", None))
-        return y if self.adapters is None else self.adapters.added(name, x, y)
+        return y if self.adapters is None else self.adapters.apply_lora(name, x, y)
 
 
-class SparseLayer(Layer):
+class MoeDecoderLayer(DecoderLayer):
     """A layer whose feed-forward part is a mixture of experts."""
 
-    def _feed_forward(self, dtype: torch.dtype) -> None:
-        self.experts = Experts(self.config, dtype)
+    def _allocate_feed_forward(self, dtype: torch.dtype) -> None:
+        self.experts = MixtureOfExperts(self.config, dtype)
 
     def forward(  # type: ignore[override]  # it also tells where tokens went
         self,
@@ -215,15 +217,15 @@ class SparseLayer(Layer):
         cos: Tensor,
         sin: Tensor,
         index: int,
-        attention: Attention,
+        attention: AttentionFunction,
         experts: Tensor | None = None,
-        counted: Tensor | None = None,
-    ) -> tuple[Tensor, Routed]:
+        balance_mask: Tensor | None = None,
+    ) -> tuple[Tensor, LayerRouting]:
         """The residual stream [.., hidden] after attention and the experts of layer `index`, and
         where each token was sent. `experts` repeats an earlier routing; `counted` says which tokens
         count for the balance.
         """
         hidden = self.attend(hidden, cos, sin, index, attention)
-        x = self.pointwise.normed(hidden, self.mlp_norm, self.config.norm_eps)
-        added, routed = self.experts(x, experts, counted)
+        x = self.pointwise.rms_norm(hidden, self.mlp_norm, self.config.norm_eps)
+        added, routed = self.experts(x, experts, balance_mask)
         return hidden + added, routed

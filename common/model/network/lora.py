@@ -22,15 +22,15 @@ from torch.nn.functional import linear
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.architecture.projections import projections
+from meshrl.common.model.architecture.projections import build_projections
 
 StateDict = Mapping[str, Tensor]
 
-_PART = ".adapters."  # in the name of every tensor of an adapter
-_NAME = re.compile(r"layers\.(\d+)\.adapters\.(\w+)\.([ab])")
+_ADAPTER_INFIX = ".adapters."  # in the name of every tensor of an adapter
+_ADAPTER_NAME = re.compile(r"layers\.(\d+)\.adapters\.(\w+)\.([ab])")
 
 
-class LowRank(nn.Module):
+class LoraFactors(nn.Module):
     """The two factors of one projection's change; `b` starts at zero, so nothing changes yet."""
 
     def __init__(self, rank: int, rows: int, columns: int, like: Tensor) -> None:
@@ -39,7 +39,7 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(like.new_zeros(rows, rank))
 
 
-class Adapters(nn.Module):
+class LoraAdapters(nn.Module):
     """The adapters of one layer. Base matrices are used as they are: their gradient, a third of
     the arithmetic of a full pass, is never computed.
     """
@@ -57,17 +57,17 @@ class Adapters(nn.Module):
         """
         super().__init__()
         self._scale = scale
-        self._fused: dict[str, list[tuple[int, LowRank | None]]] = {}
-        for part in projections(config).values():
+        self._fused: dict[str, list[tuple[int, LoraFactors | None]]] = {}
+        for part in build_projections(config).values():
             own = None
             if part.name in names:
-                own = LowRank(rank, part.rows, part.columns, like)
+                own = LoraFactors(rank, part.rows, part.columns, like)
                 self.add_module(part.name, own)
-            self._fused.setdefault(part.fused, []).append((part.rows, own))
+            self._fused.setdefault(part.fused_name, []).append((part.rows, own))
 
-    def added(self, fused: str, x: Tensor, y: Tensor) -> Tensor:
+    def apply_lora(self, fused_name: str, x: Tensor, y: Tensor) -> Tensor:
         """`y`, which is `x` through our matrix `fused`, plus what the adapters add."""
-        parts = self._fused[fused]
+        parts = self._fused[fused_name]
         present: list[Tensor] = [own.a for _, own in parts if own is not None]
         if not present:
             return y
@@ -80,13 +80,13 @@ class Adapters(nn.Module):
         return y + (changes[0] if len(changes) == 1 else torch.cat(changes, -1))
 
 
-def is_adapter(name: str) -> bool:
+def is_adapter_tensor(name: str) -> bool:
     """Whether a tensor of a model belongs to an adapter."""
-    return _PART in name
+    return _ADAPTER_INFIX in name
 
 
 @dataclass(frozen=True)
-class Factor:
+class AdapterTensorName:
     """What the name of an adapter's tensor says."""
 
     layer: int
@@ -94,37 +94,37 @@ class Factor:
     factor: str  # a | b
 
 
-def factor_of(name: str) -> Factor | None:
+def parse_adapter_tensor_name(name: str) -> AdapterTensorName | None:
     """`layers.3.adapters.q_proj.a` taken apart; None: it is no adapter's tensor."""
-    found = _NAME.fullmatch(name)
-    return Factor(int(found[1]), found[2], found[3]) if found else None
+    found = _ADAPTER_NAME.fullmatch(name)
+    return AdapterTensorName(int(found[1]), found[2], found[3]) if found else None
 
 
-def merged(config: ModelConfig, tensors: StateDict, scale: float) -> dict[str, Tensor]:
+def merge_adapters(config: ModelConfig, tensors: StateDict, scale: float) -> dict[str, Tensor]:
     """The plain decoder's tensors of base and adapters, summed in float32; `tensors` stays as it
     is. Without adapters, the same tensors.
     """
-    plain = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
-    parts = projections(config)
+    plain = {name: tensor for name, tensor in tensors.items() if not is_adapter_tensor(name)}
+    parts = build_projections(config)
     sums: dict[str, Tensor] = {}
     for name in tensors:
-        layer, is_part, rest = name.partition(_PART)
+        layer, is_part, rest = name.partition(_ADAPTER_INFIX)
         if not is_part or not rest.endswith(".a"):
             continue
         part = parts[rest.removesuffix(".a")]
-        target = f"{layer}.{part.fused}"
+        target = f"{layer}.{part.fused_name}"
         whole = sums.setdefault(target, plain[target].to(torch.float32, copy=True))
         a, b = tensors[name].float(), tensors[name.removesuffix("a") + "b"].float()
-        whole[part.start : part.start + part.rows].addmm_(b, a, alpha=scale)
+        whole[part.start_row : part.start_row + part.rows].addmm_(b, a, alpha=scale)
     return plain | {name: whole.to(plain[name].dtype) for name, whole in sums.items()}
 
 
 def to_peft(config: ModelConfig, tensors: StateDict) -> dict[str, Tensor]:
     """The adapters among `tensors` under PEFT's names."""
-    parts = projections(config)
+    parts = build_projections(config)
     found = {}
     for name, tensor in tensors.items():
-        layer, is_part, rest = name.partition(_PART)
+        layer, is_part, rest = name.partition(_ADAPTER_INFIX)
         if is_part:
             projection, _, factor = rest.rpartition(".")
             target = f"base_model.model.model.{layer}.{parts[projection].module}"

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from meshrl.kernels.ops.pointwise import Norms, Pointwise
+from meshrl.kernels.ops.pointwise import NormWeights, PointwiseOps
 
-__all__ = ["PLAIN", "Plain", "Pointwise"]
+__all__ = ["TORCH_POINTWISE", "PointwiseOps", "TorchPointwise"]
 
 
-class Plain:
+class TorchPointwise:
     """PyTorch's operators, which run on every device and in every type."""
 
-    def normed(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [.., n] over its last dimension."""
         return torch.rms_norm(x, weight.shape, weight, eps)
 
@@ -25,26 +25,28 @@ class Plain:
         gate, up = gate_up.chunk(2, -1)
         return silu(gate) * up
 
-    def heads(
+    def split_norm_rotate_heads(
         self,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
-        counts: tuple[int, int],
-        norms: Norms,
+        head_counts: tuple[int, int],
+        norms: NormWeights,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of projections; shapes as in `Pointwise.heads`."""
-        queries, keys = counts
+        """Queries, keys and values of projections; shapes as in
+        `PointwiseOps.split_norm_rotate_heads`.
+        """
+        queries, keys = head_counts
         each = torch.unflatten(qkv, -1, (queries + 2 * keys, cos.shape[-1]))
         qk, v = each.split_with_sizes((queries + keys, keys), -2)
         if norms is not None:
-            parts = zip(qk.split_with_sizes(counts, -2), norms, strict=True)
-            qk = torch.cat([self.normed(part, weight, eps) for part, weight in parts], -2)
+            parts = zip(qk.split_with_sizes(head_counts, -2), norms, strict=True)
+            qk = torch.cat([self.rms_norm(part, weight, eps) for part, weight in parts], -2)
         # Of halves (a, b): (a cos - b sin, b cos + a sin); `sin` is signed.
         turned = torch.addcmul(qk * cos, qk.roll(qk.shape[-1] // 2, -1), sin)
-        q, k = turned.split_with_sizes(counts, -2)
+        q, k = turned.split_with_sizes(head_counts, -2)
         return q, k, v
 
 
-PLAIN = Plain()
+TORCH_POINTWISE = TorchPointwise()

@@ -15,20 +15,23 @@ from torch import Tensor
 
 from meshrl.common.model.architecture.config import ModelConfig
 
-_FAST, _SLOW = 32.0, 1.0  # turns between which YaRN goes over from kept to stretched (its paper)
+_YARN_BETA_FAST, _YARN_BETA_SLOW = (
+    32.0,
+    1.0,
+)  # turns between which YaRN goes over from kept to stretched (its paper)
 
 
-def rope_table(config: ModelConfig, positions: int) -> Tensor:
+def build_rope_table(config: ModelConfig, positions: int) -> Tensor:
     """[positions, 2, head_dim] float32, see `Decoder.rope`; what scaling multiplies attention by is
     in it.
     """
-    frequencies, factor = _frequencies(config)
+    frequencies, factor = _compute_frequencies(config)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+def _compute_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """[head_dim / 2] float32 radians a token, and what cosines and sines are multiplied by."""
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     wavelengths = config.rope_theta**half
@@ -38,14 +41,16 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         case "linear":
             return frequencies / scaling["factor"], 1.0
         case "llama3":
-            return _llama3(frequencies, scaling), 1.0
+            return _scale_llama3(frequencies, scaling), 1.0
         case "yarn":
-            return _yarn(wavelengths, config.rope_theta, scaling), _yarn_factor(scaling)
+            return _scale_yarn(
+                wavelengths, config.rope_theta, scaling
+            ), _compute_yarn_attention_factor(scaling)
         case _:  # dynamic scaling begins behind max_positions, where no sequence goes
             return frequencies, 1.0
 
 
-def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+def _scale_llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Long wavelengths stretched by `factor`, short ones kept, a ramp between (Llama 3.1)."""
     trained, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -57,7 +62,7 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return torch.where(between, ramp, stretched)
 
 
-def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
+def _scale_yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tensor:
     """Frequencies that turn fast kept, slow ones stretched by `factor`, a ramp over the dimensions
     between (YaRN, arXiv 2309.00071, section 3.2).
     """
@@ -68,8 +73,8 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tens
         """Where a frequency makes so many turns over the original positions."""
         return 2 * half * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension(scaling.get("beta_fast") or _FAST)
-    high = dimension(scaling.get("beta_slow") or _SLOW)
+    low = dimension(scaling.get("beta_fast") or _YARN_BETA_FAST)
+    high = dimension(scaling.get("beta_slow") or _YARN_BETA_SLOW)
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
@@ -80,7 +85,7 @@ def _yarn(wavelengths: Tensor, theta: float, scaling: Mapping[str, Any]) -> Tens
     return made
 
 
-def _yarn_factor(scaling: Mapping[str, Any]) -> float:
+def _compute_yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     """What YaRN multiplies queries and keys by (its section 3.3)."""
     given = scaling.get("attention_factor")
     if given is not None:

@@ -13,14 +13,18 @@ from tokenizers import Tokenizer as Backend
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.tokens.quoting import Quoting, is_marked
+from meshrl.common.model.tokens.token_escaping import SpecialTokenEscaper, has_escape_marks
 
 # Special tokens of some tokenizers that are words of a model's turn, and begin or end none.
-WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
-PROBES = ("\U000103a0", "\u1699")  # letters of Old Persian and Ogham, alike to a vocabulary
+REASONING_WORDS = ("<think>", "</think>", "[THINK]", "[/THINK]")
+COVERAGE_PROBES = (
+    "\U000103a0",
+    "\u1699",
+)  # letters of Old Persian and Ogham, alike to a vocabulary
 # Spaces, control and format characters and marks, which normalizers drop and move.
-UNSEEN = ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me")
-BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transformers writes it
+INVISIBLE_CATEGORIES = ("Zs", "Zl", "Zp", "Cc", "Cf", "Mn", "Me")
+# what may lie beside a tokenizer.json and belongs to it, as transformers writes it
+COMPANION_PATTERNS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -38,10 +42,10 @@ BESIDE = (  # what may lie beside a tokenizer.json and belongs to it, as transfo
 )
 
 
-def companions(tokenizer: Path) -> list[Path]:
+def list_companion_files(tokenizer: Path) -> list[Path]:
     """The files that belong to a tokenizer.json, itself not included, relative to its directory."""
     place = tokenizer.parent
-    found = [file for pattern in BESIDE for file in sorted(place.glob(pattern))]
+    found = [file for pattern in COMPANION_PATTERNS for file in sorted(place.glob(pattern))]
     return [file.relative_to(place) for file in found if file.is_file()]
 
 
@@ -51,15 +55,15 @@ class Tokenizer:
     """
 
     def __init__(
-        self, backend: Backend, file: Path | None = None, structure: Iterable[str] = ()
+        self, backend: Backend, file: Path | None = None, guarded_tokens: Iterable[str] = ()
     ) -> None:
         """`structure`: tokens that a chat format writes around messages, beside special ones."""
         backend.no_truncation()  # a file may ask for either, as it was last used
         backend.no_padding()
         self._backend = backend
-        special = {t for t in self.special_tokens if t not in WORDS}
-        self._coverage = Coverage(backend)
-        self._quoting = Quoting(backend, special.union(structure))
+        special = {t for t in self.special_tokens if t not in REASONING_WORDS}
+        self._coverage = VocabularyCoverage(backend)
+        self._escaper = SpecialTokenEscaper(backend, special.union(guarded_tokens))
         self.file = file  # the tokenizer.json
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
 
@@ -104,29 +108,31 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         return {i: token.content for i, token in added.items() if not token.special}
 
-    def guarding(self, structure: Iterable[str]) -> Tokenizer:
+    def with_guarded_tokens(self, guarded_tokens: Iterable[str]) -> Tokenizer:
         """The same tokenizer, which quotes these tokens as it does special ones."""
-        return Tokenizer(self._backend, self.file, structure)
+        return Tokenizer(self._backend, self.file, guarded_tokens)
 
-    def quote(self, text: str, *, ends: bool = True) -> str:
-        """Untrusted text, marked so that `encode` makes no special token of it (`Quoting.mark`)."""
-        return self._quoting.mark(text, ends)
+    def escape(self, text: str, *, guard_edges: bool = True) -> str:
+        """Untrusted text, marked so that `encode` makes no special token of it
+        (`SpecialTokenEscaper.escape`).
+        """
+        return self._escaper.escape(text, guard_edges)
 
-    def quoted_tokens(self, text: str) -> list[str]:
+    def find_special_tokens(self, text: str) -> list[str]:
         """The special tokens that a text holds as text."""
-        return self._quoting.quoted(text)
+        return self._escaper.find_special_tokens(text)
 
-    def lost(self, text: str) -> list[str]:
+    def find_lossy_pieces(self, text: str) -> list[str]:
         """The pieces of a text that the tokenizer drops, or replaces by its unknown token."""
-        return self._coverage.lost(text)
+        return self._coverage.find_lossy_pieces(text)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, of its special tokens too, but for those in parts that `quote` has
         marked. Raises ConfigError when the vocabulary cannot express the text.
         """
         try:
-            if is_marked(text):
-                return self._quoting.encode(text)
+            if has_escape_marks(text):
+                return self._escaper.encode(text)
             encoding = self._backend.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(
@@ -137,7 +143,7 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def begin(self, text: str, *, quote: bool = False) -> list[int]:
+    def encode_start(self, text: str, *, escape: bool = False) -> list[int]:
         """The ids of a text that a sequence begins with: as `encode`, after the tokens that the
         tokenizer's own post-processor puts first, such as `<s>`, unless the text begins with them.
 
@@ -150,10 +156,10 @@ class Tokenizer:
             bare = self._backend.encode(text or self.id_to_token(0), add_special_tokens=False)
             whole = self._backend.post_process(bare, None, True)
             head = whole.ids[: whole.special_tokens_mask.index(0)]
-        if quote:
+        if escape:
             written = "".join(self.id_to_token(i) or "" for i in head)
             written = written if text.startswith(written) else ""
-            text = written + self.quote(text[len(written) :])
+            text = written + self.escape(text[len(written) :])
         ids = self.encode(text)
         return ids if ids[: len(head)] == head else head + ids
 
@@ -173,7 +179,7 @@ class Tokenizer:
         return found
 
 
-def character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
+def build_character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
     """Writes a tokenizer.json to `path` in which `chars[i]` is token i; encoding others fails."""
     if len(set(chars)) != len(chars):
         twice = next(c for c in chars if chars.count(c) > 1)
@@ -187,7 +193,7 @@ def character_tokenizer(chars: str, path: str | Path) -> Tokenizer:
     return Tokenizer(backend)
 
 
-class Coverage:
+class VocabularyCoverage:
     """Text that a tokenizer does not write: characters that it drops or replaces by its unknown
     token.
 
@@ -199,19 +205,21 @@ class Coverage:
         self._dropped: dict[str, bool] = {}
 
     @cached_property
-    def _probed(self) -> tuple[bool, int | None]:
+    def _loss_probe(self) -> tuple[bool, int | None]:
         """(True if characters are lost without an error, the id of the unknown token)."""
         try:
-            first, second = (self._backend.encode(p, add_special_tokens=False) for p in PROBES)
+            first, second = (
+                self._backend.encode(p, add_special_tokens=False) for p in COVERAGE_PROBES
+            )
         except Exception:  # the library raises nothing narrower, and loses nothing silently then
             return False, None
         if first.ids != second.ids:
             return False, None
         return True, first.ids[-1] if first.ids else None
 
-    def lost(self, text: str) -> list[str]:
+    def find_lossy_pieces(self, text: str) -> list[str]:
         """The pieces of a text that its ids do not say, each once."""
-        loses, unknown = self._probed
+        loses, unknown = self._loss_probe
         if not loses:
             return []
         found = dict.fromkeys(c for c in dict.fromkeys(text) if self._is_dropped(c))
@@ -226,14 +234,16 @@ class Coverage:
     def _is_dropped(self, character: str) -> bool:
         if character not in self._dropped:
             ids = self._backend.encode(character, add_special_tokens=False).ids
-            self._dropped[character] = not ids and (unicodedata.category(character) not in UNSEEN)
+            self._dropped[character] = not ids and (
+                unicodedata.category(character) not in INVISIBLE_CATEGORIES
+            )
         return self._dropped[character]
 
 
-def absent_ids(ids: Iterable[int], rows: int) -> tuple[tuple[int, int], ...]:
+def find_absent_ids(ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, int], ...]:
     """Return the ranges [first, end) of [0, rows) that hold none of `ids`, ascending."""
     found, expected = [], 0
-    for present in sorted({i for i in ids if 0 <= i < rows} | {rows}):
+    for present in sorted({i for i in ids if 0 <= i < vocab_size} | {vocab_size}):
         if present > expected:
             found.append((expected, present))
         expected = present + 1
@@ -247,10 +257,10 @@ def with_tokenizer(config: ModelConfig, tokenizer: Path) -> ModelConfig:
     padded): a reward, an environment and the next turn's prompt cannot see them. They are never
     sampled, and no probability is left for them (`ModelConfig.absent_ids`).
     """
-    return replace(config, absent_ids=_absent(tokenizer, config.vocab_size))
+    return replace(config, absent_ids=_read_absent_ids(tokenizer, config.vocab_size))
 
 
 @cache
-def _absent(tokenizer: Path, rows: int) -> tuple[tuple[int, int], ...]:
+def _read_absent_ids(tokenizer: Path, vocab_size: int) -> tuple[tuple[int, int], ...]:
     """Read a tokenizer once in a process: a bundle never changes."""
-    return absent_ids(Tokenizer.load(tokenizer).vocabulary.values(), rows)
+    return find_absent_ids(Tokenizer.load(tokenizer).vocabulary.values(), vocab_size)

@@ -1,1 +1,1 @@
-"""What lets many hosts into a mesh: admission, doors, rights in Redis. Open `rights.py` first."""
+"""What lets many hosts into a mesh: admission, doors, rights in Redis. Open `acl.py` first."""

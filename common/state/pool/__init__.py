@@ -1,3 +1,3 @@
 """The pool as the planner sees and changes it: plain data. Open `workers/rows.py` first, then
-`placing/snapshot.py` and `placing/decisions.py`.
+`scheduling/snapshot.py` and `scheduling/decisions.py`.
 """

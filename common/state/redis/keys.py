@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from meshrl.common.base.errors import Refused
 
-MESH = "{mesh}"
-EVENTS = f"{MESH}:events"
-TRIMMED = f"{MESH}:trimmed"  # id of the last event that is gone
-READERS = f"{MESH}:readers"
-PLANNER = "planner"  # the election whose leader writes desired roles
+MESH_PREFIX = "{mesh}"
+EVENTS = f"{MESH_PREFIX}:events"
+TRIMMED_KEY = f"{MESH_PREFIX}:trimmed"  # id of the last event that is gone
+READERS = f"{MESH_PREFIX}:readers"
+PLANNER_ELECTION = "planner"  # the election whose leader writes desired roles
 
 
 def job_prefix(job: str) -> str:

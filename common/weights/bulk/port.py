@@ -1,7 +1,7 @@
 """The bulk port for large bytes beside the control traffic: chunks by digest over TCP, or straight
 from the file on the same host.
 
-Both ends of a connection prove first who they are (`doors.py`). Then a
+Both ends of a connection prove first who they are (`authenticators.py`). Then a
 request is a verb, a digest and which part of the chunk; an answer a status and a length; then
 bytes. What is larger than memory travels in parts, each with a deadline of its own, and goes on
 where it was when a connection breaks. A client on the same host reads and writes the files
@@ -18,54 +18,66 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from meshrl.common.api.transfer.bulk import WEIGHTS
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.transfer.bulk_permissions import WEIGHTS
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import (
-    Damaged,
+    CorruptData,
     HandshakeFailed,
     NotAllowed,
     Refused,
     WrongKeys,
 )
-from meshrl.common.weights.bulk.channel import Rates
-from meshrl.common.weights.bulk.doors import Door, InterpreterDoor, KeyDoor
-from meshrl.common.weights.bulk.server import LARGEST_BYTES, BulkServer
-from meshrl.common.weights.bulk.session import HAS, NO_CHUNK, PUT, WHERE, BulkSession
-from meshrl.common.weights.bulk.transfer import PART_BYTES, Kept, Transfer
-from meshrl.common.weights.chunks.chunks import ChunkStore, DamageEvent
-from meshrl.common.weights.chunks.partial import Partial
+from meshrl.common.weights.bulk.authenticators import (
+    BulkAuthenticator,
+    InProcessAuthenticator,
+    KeyAuthenticator,
+)
+from meshrl.common.weights.bulk.channel import RateLimits
+from meshrl.common.weights.bulk.server import MAX_REQUEST_BYTES, BulkServer
+from meshrl.common.weights.bulk.session import DIRECTORY, HAS, NO_DIGEST, PUT, BulkSession
+from meshrl.common.weights.bulk.transfer import MAX_PART_BYTES, ConnectionPool, FileTransfer
+from meshrl.common.weights.chunks.chunk_store import ChunkStore, CorruptionEvent
+from meshrl.common.weights.chunks.partial_file import PartialFile
 
 if TYPE_CHECKING:
     from meshrl.common.mesh.runtime.mesh import Mesh
-    from meshrl.common.state.registry import Entry
+    from meshrl.common.state.registry import RegistryEntry
 
-__all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve"]
+__all__ = ["BulkClient", "BulkServer", "ChunkStore", "serve_chunks"]
 
 T = TypeVar("T")
-DEADLINE_S = 120.0
-REFUSED_S = 30.0  # of failing handshakes with one process: more than its restart takes
-REMEMBERED = 1024  # processes at which they fail
-FILE_S = 6 * 3600.0  # deadline of a whole file: 100 GB at 5 MB/s
+REQUEST_TIMEOUT_S = 120.0
+HANDSHAKE_FAILURE_LIMIT_S = (
+    30.0  # of failing handshakes with one process: more than its restart takes
+)
+MAX_REMEMBERED_PEERS = 1024  # processes at which they fail
+FILE_TIMEOUT_S = 6 * 3600.0  # deadline of a whole file: 100 GB at 5 MB/s
 
 
-def door_of(mesh: Mesh) -> Door:
+def make_authenticator(mesh: Mesh) -> BulkAuthenticator:
     """Return the door of a process's bulk port."""
-    if mesh.doorway is None:
-        return InterpreterDoor(mesh.settings.sealed)
-    return KeyDoor(mesh.doorway.keys, mesh.kind, mesh.settings.sealed)
+    if mesh.credentials is None:
+        return InProcessAuthenticator(mesh.settings.is_bulk_encrypted)
+    return KeyAuthenticator(mesh.credentials.keys, mesh.kind, mesh.settings.is_bulk_encrypted)
 
 
-def serve(mesh: Mesh, chunks: ChunkStore, *, takes: bool = True) -> BulkServer:
-    """The bulk port of a process, which serves these chunks until it is closed. `takes`: also such
-    as others put there.
+def serve_chunks(mesh: Mesh, chunks: ChunkStore, *, accepts_uploads: bool = True) -> BulkServer:
+    """The bulk port of a process, which serves these chunks until it is closed. `accepts_uploads`:
+    also such as others put there.
     """
     settings = mesh.settings
-    door = door_of(mesh)
-    rates = Rates.of(settings)
+    door = make_authenticator(mesh)
+    rates = RateLimits.from_settings(settings)
     server = BulkServer(
-        chunks, mesh.host, settings.bind, settings.advertise, door=door, rates=rates, takes=takes
+        chunks,
+        mesh.host,
+        settings.bind,
+        settings.advertise,
+        authenticator=door,
+        rates=rates,
+        accepts_uploads=accepts_uploads,
     )
-    mesh.rejections.add(lambda: server.refused)
+    mesh.rejections.add_listener(lambda: server.rejection_counts)
     return server
 
 
@@ -78,90 +90,104 @@ class BulkClient:
         self,
         mesh: Mesh,
         *,
-        largest_bytes: int = LARGEST_BYTES,
-        part_bytes: int = PART_BYTES,
+        max_bytes: int = MAX_REQUEST_BYTES,
+        part_bytes: int = MAX_PART_BYTES,
     ) -> None:
-        """`largest_bytes`: of what is in memory whole. `part_bytes`: of a file in one request."""
-        self._mesh, self._largest_bytes, self._part_bytes = mesh, largest_bytes, part_bytes
-        self._door, self._rates, self._kept = door_of(mesh), Rates.of(mesh.settings), Kept()
-        self._directories: dict[str, bytes] = {}  # that are served, by address, with key
-        self._stores: dict[Path, ChunkStore] = {}  # of this host, by directory
-        self._refused_since: dict[str, float] = {}  # handshakes one after the other; by incarnation
-        self.untold: deque[DamageEvent] = deque()  # see ChunkStore
+        """`max_bytes`: of what is in memory whole. `part_bytes`: of a file in one request."""
+        self._mesh, self._max_bytes, self._part_bytes = mesh, max_bytes, part_bytes
+        self._authenticator, self._rates, self._connection_pool = (
+            make_authenticator(mesh),
+            RateLimits.from_settings(mesh.settings),
+            ConnectionPool(),
+        )
+        self._served_directories: dict[str, bytes] = {}  # that are served, by address, with key
+        self._local_stores: dict[Path, ChunkStore] = {}  # of this host, by directory
+        self._handshakes_failing_since: dict[
+            str, float
+        ] = {}  # handshakes one after the other; by incarnation
+        self.pending_events: deque[CorruptionEvent] = deque()  # see ChunkStore
 
-    async def get(
+    async def fetch_chunk(
         self,
-        entry: Entry,
+        entry: RegistryEntry,
         digest: str,
         *,
         space: str = WEIGHTS,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = REQUEST_TIMEOUT_S,
         stall_s: float = math.inf,
     ) -> bytes:
         """The bytes of `digest`, checked. NotFound, PeerLost, Damaged when they were changed;
         DeadlineExceeded, also when nothing moves for `stall_s`.
         """
-        chunks = await self.local(entry)
+        chunks = await self.open_local_store(entry)
         if chunks is not None:
-            return await self._off_loop(lambda: chunks.space(space).read(digest), deadline_s)
+            return await self._run_blocking(
+                lambda: chunks.open_space(space).read(digest), deadline_s
+            )
 
         def fetch() -> bytes:
-            with self._session(entry, deadline_s, stall_s) as session:
-                content = session.chunk(digest, space)
-            if digest_of(content) != digest:
-                raise Damaged(f"chunk {digest} arrived changed", where=entry.bulk)
+            with self._make_session(entry, deadline_s, stall_s) as session:
+                content = session.fetch_chunk(digest, space)
+            if compute_digest(content) != digest:
+                raise CorruptData(f"chunk {digest} arrived changed", where=entry.bulk)
             return content
 
-        return await self._ask(entry, fetch, deadline_s)
+        return await self._run_request(entry, fetch, deadline_s)
 
-    async def lent(self, entry: Entry, name: str, *, deadline_s: float = DEADLINE_S) -> bytes:
+    async def fetch_unchecked(
+        self, entry: RegistryEntry, name: str, *, deadline_s: float = REQUEST_TIMEOUT_S
+    ) -> bytes:
         """The bytes that lie under a name which is no digest of them, so that whoever asks checks
         them, over a connection that is kept for the next. NotFound, PeerLost, DeadlineExceeded.
         """
-        await self._mesh.check(entry, bulk=True)
+        await self._mesh.verify_peer(entry, bulk=True)
         key = f"{entry.address} {entry.bulk}"
 
         def fetch() -> bytes:
-            connect = functools.partial(self._session, entry, deadline_s)
-            return self._kept.over(key, connect, lambda session: session.chunk(name))
+            connect = functools.partial(self._make_session, entry, deadline_s)
+            return self._connection_pool.run_over(
+                key, connect, lambda session: session.fetch_chunk(name)
+            )
 
-        return await self._ask(entry, fetch, deadline_s)
+        return await self._run_request(entry, fetch, deadline_s)
 
-    async def put(
+    async def put_chunk(
         self,
-        entry: Entry,
+        entry: RegistryEntry,
         content: bytes | memoryview,
         *,
         space: str = WEIGHTS,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float = REQUEST_TIMEOUT_S,
     ) -> str:
         """The digest of `content`, which is durable then. StorageFull, PeerLost; Refused when it is
         too large, also by a file: who is on another host could not get it.
         """
         size = memoryview(content).nbytes
-        if size > self._largest_bytes:
+        if size > self._max_bytes:
             raise Refused(
-                f"a chunk of {size} bytes; the bulk port takes {self._largest_bytes}",
+                f"a chunk of {size} bytes; the bulk port takes {self._max_bytes}",
                 where=entry.bulk,
                 fix="Put it in pieces, as weights are",
             )
-        chunks = await self.local(entry)
+        chunks = await self.open_local_store(entry)
         if chunks is not None:
-            return await self._off_loop(lambda: chunks.space(space).write(content), deadline_s)
+            return await self._run_blocking(
+                lambda: chunks.open_space(space).write(content), deadline_s
+            )
 
         def send() -> str:
-            digest = digest_of(content)
-            with self._session(entry, deadline_s) as session:
-                if session.ask(HAS, digest, space=space) != b"\x01":
-                    session.ask(PUT, digest, content, space=space)
+            digest = compute_digest(content)
+            with self._make_session(entry, deadline_s) as session:
+                if session.request(HAS, digest, space=space) != b"\x01":
+                    session.request(PUT, digest, content, space=space)
             return digest
 
-        return await self._ask(entry, send, deadline_s)
+        return await self._run_request(entry, send, deadline_s)
 
-    async def receive(
+    async def fetch_to_file(
         self,
-        entry: Entry,
-        partial: Partial,
+        entry: RegistryEntry,
+        partial: PartialFile,
         *,
         space: str = WEIGHTS,
     ) -> None:
@@ -170,131 +196,155 @@ class BulkClient:
         which may have begun at another server, and PeerLost leaves it as far as it has come.
         NotFound, StorageFull, Damaged when they were changed.
         """
-        await self._fill(entry, partial, self._transfer(entry), space)
+        await self._fill_partial(entry, partial, self._make_transfer(entry), space)
 
-    async def arrive(
+    async def fetch_part(
         self,
-        entry: Entry,
-        partial: Partial,
-        size: int,
+        entry: RegistryEntry,
+        partial: PartialFile,
+        size_bytes: int,
         *,
         stall_s: float,
     ) -> None:
-        """Adds what one server has of a chunk of `size` bytes to `partial`, from where that is,
-        over a connection that is kept for the next one; it is neither checked nor committed.
+        """Adds what one server has of a chunk of `size_bytes` bytes to `partial`, from where that
+        is, over a connection that is kept for the next one; it is neither checked nor committed.
         NotFound, StorageFull; Damaged when that server has another size of it, or sends less;
         PeerLost, DeadlineExceeded when nothing moves for `stall_s`: both leave it as far as it has
         come, for this server or another.
         """
-        connect = functools.partial(self._session, entry, FILE_S, stall_s)
-        kept = self._kept, f"{entry.address} {entry.bulk}"
-        await self._fill(entry, partial, Transfer(connect, self._part_bytes, *kept), whole=size)
+        connect = functools.partial(self._make_session, entry, FILE_TIMEOUT_S, stall_s)
+        kept = self._connection_pool, f"{entry.address} {entry.bulk}"
+        await self._fill_partial(
+            entry,
+            partial,
+            FileTransfer(connect, self._part_bytes, *kept),
+            expected_bytes=size_bytes,
+        )
 
-    async def _fill(
+    async def _fill_partial(
         self,
-        entry: Entry,
-        partial: Partial,
-        transfer: Transfer,
+        entry: RegistryEntry,
+        partial: PartialFile,
+        transfer: FileTransfer,
         space: str = WEIGHTS,
-        whole: int | None = None,
+        expected_bytes: int | None = None,
     ) -> None:
         """Writes what lacks; it is checked and committed unless the caller does so, who knows how
-        many bytes the `whole` has.
+        many bytes there are in all.
         """
-        chunks = await self.local(entry)
-        with partial.writer() as writer:
+        chunks = await self.open_local_store(entry)
+        with partial.take_writer() as writer:
 
             def fill() -> None:
                 if chunks is None:
-                    transfer.fetch(writer, space, whole)
+                    transfer.fetch(writer, space, expected_bytes)
                 else:
-                    for block in chunks.space(space).blocks(writer.digest, writer.position):
-                        if whole is not None and writer.position + len(block) > whole:
+                    for block in chunks.open_space(space).iter_blocks(
+                        writer.digest, writer.received_bytes
+                    ):
+                        if (
+                            expected_bytes is not None
+                            and writer.received_bytes + len(block) > expected_bytes
+                        ):
                             where = str(chunks.directory)
-                            raise Damaged("a chunk has another size there", where=where)
+                            raise CorruptData("a chunk has another size there", where=where)
                         writer.write(block)
-                if whole is None:
-                    writer.finish(entry.bulk)
+                if expected_bytes is None:
+                    writer.verify_and_commit(entry.bulk)
 
             try:
-                await self._ask(entry, fill, FILE_S)
+                await self._run_request(entry, fill, FILE_TIMEOUT_S)
             finally:  # nothing goes on when nobody waits any more
                 transfer.stop()
 
-    async def put_file(self, entry: Entry, path: Path, *, deadline_s: float = FILE_S) -> str:
+    async def put_file(
+        self, entry: RegistryEntry, path: Path, *, deadline_s: float = FILE_TIMEOUT_S
+    ) -> str:
         """The digest of a file's content, which is durable there then; it may be more than memory
         holds. StorageFull, PeerLost; BadMessage when the file changes meanwhile.
         """
-        chunks = await self.local(entry)
+        chunks = await self.open_local_store(entry)
         if chunks is not None:
-            return await self._off_loop(lambda: chunks.write_file(path), deadline_s)
-        transfer = self._transfer(entry)
+            return await self._run_blocking(lambda: chunks.write_file(path), deadline_s)
+        transfer = self._make_transfer(entry)
         try:
-            return await self._ask(entry, lambda: transfer.send(path), deadline_s)
+            return await self._run_request(entry, lambda: transfer.send(path), deadline_s)
         finally:
             transfer.stop()
 
-    def _transfer(self, entry: Entry) -> Transfer:
-        return Transfer(lambda: self._session(entry, DEADLINE_S), self._part_bytes)
+    def _make_transfer(self, entry: RegistryEntry) -> FileTransfer:
+        return FileTransfer(lambda: self._make_session(entry, REQUEST_TIMEOUT_S), self._part_bytes)
 
-    async def local(self, entry: Entry) -> ChunkStore | None:
+    async def open_local_store(self, entry: RegistryEntry) -> ChunkStore | None:
         """The files themselves, for who is on their host. HandshakeFailed, after a while WrongKeys:
         the entry is not of the process that it names.
         """
-        await self._mesh.check(entry, bulk=True)
+        await self._mesh.verify_peer(entry, bulk=True)
         directory = Path(entry.bulk.partition("#")[2])
         near = entry.host == self._mesh.settings.host and directory.is_absolute()
-        if near and os.access(directory, os.W_OK) and await self._lends(entry, directory):
-            if directory not in self._stores:
-                self._stores[directory] = ChunkStore(directory, self._mesh.clock.wall, self.untold)
-            return self._stores[directory]
+        if (
+            near
+            and os.access(directory, os.W_OK)
+            and await self._serves_directory(entry, directory)
+        ):
+            if directory not in self._local_stores:
+                self._local_stores[directory] = ChunkStore(
+                    directory, self._mesh.clock.wall, self.pending_events
+                )
+            return self._local_stores[directory]
         return None
 
-    async def _lends(self, entry: Entry, directory: Path) -> bool:
+    async def _serves_directory(self, entry: RegistryEntry, directory: Path) -> bool:
         """Whether the process of an entry serves this directory. Where others may write the
         registry, too, the process itself tells, over a connection on which it proves its key.
         """
-        if self._mesh.doorway is None:
+        if self._mesh.credentials is None:
             return True
-        told = self._directories.get(entry.address, b"")
+        told = self._served_directories.get(entry.address, b"")
         if not told:
 
             def ask() -> bytes:
-                with self._session(entry, DEADLINE_S) as session:
-                    return session.ask(WHERE, NO_CHUNK)
+                with self._make_session(entry, REQUEST_TIMEOUT_S) as session:
+                    return session.request(DIRECTORY, NO_DIGEST)
 
-            told = await self._ask(entry, ask, DEADLINE_S)
-            if len(self._directories) >= REMEMBERED:
-                self._directories.clear()
-            self._directories[entry.address] = told
+            told = await self._run_request(entry, ask, REQUEST_TIMEOUT_S)
+            if len(self._served_directories) >= MAX_REMEMBERED_PEERS:
+                self._served_directories.clear()
+            self._served_directories[entry.address] = told
         return told == os.fsencode(directory)
 
-    def _session(self, entry: Entry, deadline_s: float, stall_s: float = math.inf) -> BulkSession:
+    def _make_session(
+        self, entry: RegistryEntry, deadline_s: float, stall_s: float = math.inf
+    ) -> BulkSession:
         place = entry.bulk.partition("#")[0]
-        proof = self._door.asking(entry.address, place)
-        most, rates = self._largest_bytes, self._rates
+        proof = self._authenticator.begin_client_handshake(entry.address, place)
+        most, rates = self._max_bytes, self._rates
         return BulkSession(place, proof, deadline_s, most, rates=rates, stall_s=stall_s)
 
-    async def _ask(self, entry: Entry, work: Callable[[], T], deadline_s: float) -> T:
+    async def _run_request(
+        self, entry: RegistryEntry, work: Callable[[], T], deadline_s: float
+    ) -> T:
         """The result of asking a bulk port, off the loop. WrongKeys when its handshakes have failed
         for so long that no restart explains it.
         """
         now = self._mesh.clock.monotonic()
         try:
-            result = await self._off_loop(work, deadline_s)
+            result = await self._run_blocking(work, deadline_s)
         except (HandshakeFailed, NotAllowed) as error:
-            if self._mesh.doorway is not None:
-                self._mesh.doorway.doubt(entry.address)  # whose our keys are may have changed
+            if self._mesh.credentials is not None:
+                self._mesh.credentials.mark_suspect(
+                    entry.address
+                )  # whose our keys are may have changed
             if isinstance(error, NotAllowed):
                 raise
-            if len(self._refused_since) >= REMEMBERED:
-                self._refused_since.clear()
-            since = self._refused_since.setdefault(entry.incarnation, now)
-            if now - max(since, self._mesh.silent_at) > REFUSED_S:
+            if len(self._handshakes_failing_since) >= MAX_REMEMBERED_PEERS:
+                self._handshakes_failing_since.clear()
+            since = self._handshakes_failing_since.setdefault(entry.incarnation, now)
+            if now - max(since, self._mesh.redis_silent_at) > HANDSHAKE_FAILURE_LIMIT_S:
                 raise WrongKeys(error.message, where=error.where, fix=error.fix) from error
             raise
-        self._refused_since.pop(entry.incarnation, None)
+        self._handshakes_failing_since.pop(entry.incarnation, None)
         return result
 
-    async def _off_loop(self, work: Callable[[], T], deadline_s: float) -> T:
+    async def _run_blocking(self, work: Callable[[], T], deadline_s: float) -> T:
         return await self._mesh.host.run_blocking(work, deadline_s=deadline_s)

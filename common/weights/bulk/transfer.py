@@ -11,100 +11,113 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from meshrl.common.api.transfer.bulk import WEIGHTS
-from meshrl.common.base.digest import digest_of_stream
+from meshrl.common.api.transfer.bulk_permissions import WEIGHTS
+from meshrl.common.base.digest import compute_stream_digest
 from meshrl.common.base.errors import BadMessage, DeadlineExceeded, NotFound, PeerLost
-from meshrl.common.weights.bulk.session import HAS, POSITION, REST, BulkSession
-from meshrl.common.weights.chunks.partial import Writer
+from meshrl.common.weights.bulk.session import HAS, PARTIAL_SIZE, POSITION, BulkSession
+from meshrl.common.weights.chunks.partial_file import PartialFileWriter
 
 T = TypeVar("T")
-PART_BYTES = 64 << 20  # in one request
-BREAKS = 5  # of connections in a row, with nothing moved, that end it
-PAUSE_S = 0.05  # before a connection that broke is made again; twice as long after each in a row
-KEPT_S = 20.0  # unused; a server waits three times as long for the next request
-MOST = 16  # that are unused, of one process
+MAX_PART_BYTES = 64 << 20  # in one request
+MAX_BREAKS = 5  # of connections in a row, with nothing moved, that end it
+RETRY_PAUSE_S = (
+    0.05  # before a connection that broke is made again; twice as long after each in a row
+)
+IDLE_TIMEOUT_S = 20.0  # unused; a server waits three times as long for the next request
+MAX_IDLE_CONNECTIONS = 16  # that are unused, of one process
 
 
-class Kept:
+class ConnectionPool:
     """The connections of one process, by whom they reach, which are kept between two requests: a
     proof and a slow start cost several round trips each. Used in threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[
+        self._idle_sessions: list[
             tuple[float, str, BulkSession]
         ] = []  # since when, and to whom; oldest first
 
-    def over(
+    def run_over(
         self,
         key: str,
         connect: Callable[[], BulkSession],
         work: Callable[[BulkSession], T],
-        given_up: Callable[[], bool] = lambda: False,
+        is_abandoned: Callable[[], bool] = lambda: False,
     ) -> T:
         """Does `work` over a connection that is free, or over one of its own, which is kept if the
         work was answered to its end. PeerLost, NotFound.
         """
-        if (session := self._taken(key)) is not None:
+        if (session := self._take_idle(key)) is not None:
             try:
-                return self._done(key, session, work)
+                return self._run_and_return(key, session, work)
             except PeerLost:
-                if given_up():
+                if is_abandoned():
                     raise  # else it was closed at the other end meanwhile
-        return self._done(key, connect().open(), work)
+        return self._run_and_return(key, connect().open(), work)
 
-    def _done(self, key: str, session: BulkSession, work: Callable[[BulkSession], T]) -> T:
+    def _run_and_return(
+        self, key: str, session: BulkSession, work: Callable[[BulkSession], T]
+    ) -> T:
         try:
             result = work(session)
         except BaseException as error:
             if isinstance(error, NotFound):
-                self._give(key, session)
+                self._return_session(key, session)
             else:
                 session.close()
             raise
-        self._give(key, session)
+        self._return_session(key, session)
         return result
 
-    def _taken(self, key: str) -> BulkSession | None:
+    def _take_idle(self, key: str) -> BulkSession | None:
         self.close_idle()
         with self._lock:
-            for at in reversed(range(len(self._idle))):
-                if self._idle[at][1] == key:
-                    return self._idle.pop(at)[-1]
+            for at in reversed(range(len(self._idle_sessions))):
+                if self._idle_sessions[at][1] == key:
+                    return self._idle_sessions.pop(at)[-1]
         return None
 
-    def _give(self, key: str, session: BulkSession) -> None:
+    def _return_session(self, key: str, session: BulkSession) -> None:
         with self._lock:
-            self._idle.append((time.monotonic(), key, session))
-            oldest = self._idle.pop(0) if len(self._idle) > MOST else None
+            self._idle_sessions.append((time.monotonic(), key, session))
+            oldest = (
+                self._idle_sessions.pop(0)
+                if len(self._idle_sessions) > MAX_IDLE_CONNECTIONS
+                else None
+            )
         if oldest is not None:
             oldest[-1].close()
 
-    def close_idle(self, longer_than_s: float = KEPT_S) -> None:
+    def close_idle(self, min_idle_s: float = IDLE_TIMEOUT_S) -> None:
         """Closes those that were unused for so long."""
-        before = time.monotonic() - longer_than_s
+        before = time.monotonic() - min_idle_s
         with self._lock:
-            old = [kept for kept in self._idle if kept[0] <= before]
-            self._idle = [kept for kept in self._idle if kept[0] > before]
+            old = [kept for kept in self._idle_sessions if kept[0] <= before]
+            self._idle_sessions = [kept for kept in self._idle_sessions if kept[0] > before]
         for _, _, session in old:
             session.close()
 
 
-class Transfer:
+class FileTransfer:
     """One file on its way. `connect` makes a session, not yet entered."""
 
     def __init__(
         self,
         connect: Callable[[], BulkSession],
-        part_bytes: int = PART_BYTES,
-        kept: Kept | None = None,
-        key: str = "",
+        part_bytes: int = MAX_PART_BYTES,
+        pool: ConnectionPool | None = None,
+        peer_key: str = "",
     ) -> None:
-        """`kept`: it comes over one of these connections, whom `key` names, and does not go on when
-        that breaks.
+        """`pool`: it comes over one of these connections, whom `peer_key` names, and does not go on
+        when that breaks.
         """
-        self._connect, self._part_bytes, self._kept, self._key = connect, part_bytes, kept, key
+        self._connect, self._part_bytes, self._pool, self._peer_key = (
+            connect,
+            part_bytes,
+            pool,
+            peer_key,
+        )
         self._session: BulkSession | None = None
         self._stopped = threading.Event()
         self._position = 0
@@ -113,66 +126,82 @@ class Transfer:
         """Ends the transfer, from another thread: PeerLost is raised there."""
         self._stopped.set()
         if (session := self._session) is not None:
-            session.break_off()
+            session.abort()
 
-    def fetch(self, writer: Writer, space: str = WEIGHTS, whole: int | None = None) -> None:
-        """Adds what is lacking of a chunk, of `whole` bytes if that is known: Damaged when the
-        source has another size of it. NotFound, PeerLost, StorageFull, DeadlineExceeded when
+    def fetch(
+        self, writer: PartialFileWriter, space: str = WEIGHTS, expected_bytes: int | None = None
+    ) -> None:
+        """Adds what is lacking of a chunk, of `expected_bytes` bytes if that is known: Damaged when
+        the source has another size of it. NotFound, PeerLost, StorageFull, DeadlineExceeded when
         nothing comes for too long.
         """
-        began = writer.position
+        began = writer.received_bytes
 
         def go_on(session: BulkSession) -> None:
-            size = whole
-            while size is None or writer.position < size:  # the next server may have less of it
-                at, most = writer.position, self._part_bytes
-                most = most if whole is None else min(most, whole - at)
-                size = session.get(writer.digest, at, most, writer.write, whole, space)
-                self._position = writer.position
+            size = expected_bytes
+            while (
+                size is None or writer.received_bytes < size
+            ):  # the next server may have less of it
+                at, most = writer.received_bytes, self._part_bytes
+                most = most if expected_bytes is None else min(most, expected_bytes - at)
+                size = session.fetch_range(
+                    writer.digest, at, most, writer.write, expected_bytes, space
+                )
+                self._position = writer.received_bytes
 
-        self._over_breaks(go_on, lambda: self._stopped.is_set() or writer.position != began)
+        self._run_with_reconnects(
+            go_on, lambda: self._stopped.is_set() or writer.received_bytes != began
+        )
 
     def send(self, path: Path) -> str:
         """Puts a file, and returns its digest. StorageFull, PeerLost, BadMessage if it changes."""
         with path.open("rb") as file:
-            digest = digest_of_stream(file)
+            digest = compute_stream_digest(file)
             size = file.tell()
 
             def go_on(session: BulkSession) -> None:
-                if session.ask(HAS, digest) == b"\x01":
+                if session.request(HAS, digest) == b"\x01":
                     return
-                (at,) = POSITION.unpack(session.ask(REST, digest))
+                (at,) = POSITION.unpack(session.request(PARTIAL_SIZE, digest))
                 if at > size:
                     raise BadMessage(f"{at} bytes are there of {size}", where=str(path))
                 while True:
                     length = min(self._part_bytes, size - at)
-                    session.put(digest, file, at, length, size)
+                    session.put_range(digest, file, at, length, size)
                     at += length
                     self._position = max(self._position, at)
                     if at == size:
                         return
 
-            self._over_breaks(go_on)
+            self._run_with_reconnects(go_on)
         return digest
 
-    def _over_breaks(
-        self, work: Callable[[BulkSession], None], given_up: Callable[[], bool] = lambda: False
+    def _run_with_reconnects(
+        self, work: Callable[[BulkSession], None], is_abandoned: Callable[[], bool] = lambda: False
     ) -> None:
         breaks = 0
         while True:
             before = self._position
             try:
-                if self._kept is not None:
-                    about = self._key, self._connect, functools.partial(self._done, work)
-                    return self._kept.over(*about, given_up)
+                if self._pool is not None:
+                    about = (
+                        self._peer_key,
+                        self._connect,
+                        functools.partial(self._run_in_session, work),
+                    )
+                    return self._pool.run_over(*about, is_abandoned)
                 with self._connect() as session:
-                    return self._done(work, session)
+                    return self._run_in_session(work, session)
             except (PeerLost, DeadlineExceeded):
                 breaks = breaks + 1 if self._position == before else 0
-                if self._kept or breaks == BREAKS or self._stopped.wait(PAUSE_S * 2**breaks):
+                if (
+                    self._pool
+                    or breaks == MAX_BREAKS
+                    or self._stopped.wait(RETRY_PAUSE_S * 2**breaks)
+                ):
                     raise
 
-    def _done(self, work: Callable[[BulkSession], None], session: BulkSession) -> None:
+    def _run_in_session(self, work: Callable[[BulkSession], None], session: BulkSession) -> None:
         self._session = session
         try:
             if not self._stopped.is_set():

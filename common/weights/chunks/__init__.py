@@ -1,1 +1,1 @@
-"""Chunks in files, by digest. Open `chunks.py` first."""
+"""Chunks in files, by digest. Open `chunk_store.py` first."""

@@ -20,21 +20,21 @@ from meshrl.common.weights.handshakes.noise import (
     AES_GCM,
     CHACHA_POLY,
     TAG_BYTES,
-    Cipher,
-    Initiator,
-    Refusal,
-    Responder,
+    HandshakeViolation,
+    NoiseCipher,
+    NoiseInitiator,
+    NoiseResponder,
 )
 
-Ciphers = tuple[Cipher, Cipher]  # to send with, to receive with
+CipherPair = tuple[NoiseCipher, NoiseCipher]  # to send with, to receive with
 
-SUITES = {b"MRA3": AES_GCM, b"MRC3": CHACHA_POLY}
-_AES, _CHACHA = SUITES
+SUITES_BY_MAGIC = {b"MRA3": AES_GCM, b"MRC3": CHACHA_POLY}
+_AES, _CHACHA = SUITES_BY_MAGIC
 MAGIC_BYTES = 4
 SEALED, PLAIN = b"\x01", b"\x00"
 
 
-def _preferred() -> bytes:
+def _choose_suite() -> bytes:
     """AES-GCM takes 0.11 s of CPU a GB where the processor has instructions for it, a third of
     ChaCha20-Poly1305's; where it has none it is many times slower. The suite's magic.
     """
@@ -49,30 +49,35 @@ class ClientHandshake:
     challenge_bytes = 32 + 1 + TAG_BYTES
 
     def __init__(
-        self, own: X25519PrivateKey, server: bytes, address: str, sealed: bool, magic: bytes = b""
+        self,
+        key_pair: X25519PrivateKey,
+        server_key: bytes,
+        address: str,
+        sealed: bool,
+        magic: bytes = b"",
     ) -> None:
         """`magic`: of a suite; the one this machine is fastest with if not given."""
-        self._magic, self._sealed = magic or PREFERRED, sealed
+        self._magic, self._sealed = magic or PREFERRED_SUITE, sealed
         prologue = self._magic + address.encode()
-        self._noise = Initiator(SUITES[self._magic], own, server, prologue)
-        self.ciphers: Ciphers | None = None  # of what follows the proof; None: it is not sealed
+        self._noise = NoiseInitiator(SUITES_BY_MAGIC[self._magic], key_pair, server_key, prologue)
+        self.ciphers: CipherPair | None = None  # of what follows the proof; None: it is not sealed
 
-    def hello(self) -> bytes:
+    def make_hello(self) -> bytes:
         """What is sent first."""
-        return self._magic + self._noise.first(SEALED if self._sealed else PLAIN)
+        return self._magic + self._noise.make_first_message(SEALED if self._sealed else PLAIN)
 
-    def proof(self, challenge: bytes) -> bytes | None:
+    def answer_challenge(self, challenge: bytes) -> bytes | None:
         """The TAG_BYTES that answer the server's challenge; None when it has another key, or will
         not seal what this end wants sealed.
         """
         try:
-            answer, sends, receives = self._noise.finish(challenge)
-        except Refusal:
+            answer, sends, receives = self._noise.read_second_message(challenge)
+        except HandshakeViolation:
             return None
         if self._sealed and answer != SEALED:
             return None
         proof = bytearray(TAG_BYTES)
-        sends.seal(b"", proof)
+        sends.encrypt_into(b"", proof)
         if answer == SEALED:
             self.ciphers = sends, receives
         return bytes(proof)
@@ -84,39 +89,41 @@ class ServerHandshake:
     hello_bytes = MAGIC_BYTES + 2 * 32 + TAG_BYTES + 1 + TAG_BYTES
     proof_bytes = TAG_BYTES
 
-    def __init__(self, own: X25519PrivateKey, address: str, sealed: bool) -> None:
-        self._own, self._address, self._sealed = own, address, sealed
-        self.ciphers: Ciphers | None = None
+    def __init__(self, key_pair: X25519PrivateKey, address: str, sealed: bool) -> None:
+        self._key_pair, self._address, self._sealed = key_pair, address, sealed
+        self.ciphers: CipherPair | None = None
 
-    def whose(self, hello: bytes) -> bytes | None:
+    def read_client_key(self, hello: bytes) -> bytes | None:
         """The public key that the client is to prove; None when it does not know ours."""
         magic, first = hello[:MAGIC_BYTES], hello[MAGIC_BYTES:]
-        suite = SUITES.get(magic)
+        suite = SUITES_BY_MAGIC.get(magic)
         if suite is None:
             return None
-        self._noise = Responder(suite, self._own, magic + self._address.encode())
+        self._noise = NoiseResponder(suite, self._key_pair, magic + self._address.encode())
         try:
-            public, wants = self._noise.begin(first)
-        except Refusal:
+            public, wants = self._noise.read_first_message(first)
+        except HandshakeViolation:
             return None
         self._sealed = self._sealed or wants == SEALED
         return public
 
-    def challenge(self) -> bytes:
+    def make_challenge(self) -> bytes:
         """The answer to a hello."""
         payload = SEALED if self._sealed else PLAIN
-        challenge, self._sends, self._receives = self._noise.second(payload)
+        challenge, self._send_cipher, self._receive_cipher = self._noise.make_second_message(
+            payload
+        )
         return challenge
 
-    def proven(self, proof: bytes) -> bool:
+    def verify_proof(self, proof: bytes) -> bool:
         """Whether the client has the key that it told, and has answered this very challenge."""
         try:
-            self._receives.open(proof, bytearray())
-        except Refusal:
+            self._receive_cipher.decrypt_into(proof, bytearray())
+        except HandshakeViolation:
             return False
         if self._sealed:
-            self.ciphers = self._sends, self._receives
+            self.ciphers = self._send_cipher, self._receive_cipher
         return True
 
 
-PREFERRED = _preferred()
+PREFERRED_SUITE = _choose_suite()

@@ -23,8 +23,8 @@ KEY_BYTES = 32
 TAG_BYTES = 16
 # Messages under one key, after which both ends make the next from it (REKEY, section 4.2). With
 # frames of 256 KiB that is 256 GiB, where AES-GCM's bound for telling it from noise is 2^-60.
-REKEY_AFTER = 1 << 20
-_LAST = (1 << 64) - 1  # the nonce that REKEY takes
+REKEY_AFTER_MESSAGES = 1 << 20
+_REKEY_NONCE = (1 << 64) - 1  # the nonce that REKEY takes
 
 Buffer = bytes | bytearray | memoryview
 
@@ -34,8 +34,8 @@ class CipherSuite:
     """A cipher, as the framework names and uses it."""
 
     name: bytes
-    aead: Callable[[bytes], AESGCM | ChaCha20Poly1305]
-    nonce: Callable[[int], bytes]
+    make_aead: Callable[[bytes], AESGCM | ChaCha20Poly1305]
+    encode_nonce: Callable[[int], bytes]
 
 
 AES_GCM = CipherSuite(
@@ -48,159 +48,172 @@ CHACHA_POLY = CipherSuite(
 )
 
 
-class Refusal(ConnectionError):
+class HandshakeViolation(ConnectionError):
     """Bytes that the other end of a handshake, or of a connection, cannot have sent."""
 
 
-class Cipher:
+class NoiseCipher:
     """Encrypts, or decrypts, the messages of one direction, each under the next nonce."""
 
-    def __init__(self, suite: CipherSuite, key: bytes, rekey_after: int = REKEY_AFTER) -> None:
-        self._suite, self._aead, self._rekey_after = suite, suite.aead(key), rekey_after
-        self._sent = 0
+    def __init__(
+        self, suite: CipherSuite, key: bytes, rekey_after_messages: int = REKEY_AFTER_MESSAGES
+    ) -> None:
+        self._suite, self._aead, self._rekey_after_messages = (
+            suite,
+            suite.make_aead(key),
+            rekey_after_messages,
+        )
+        self._message_count = 0
 
-    def seal(self, content: Buffer, room: Buffer, also: bytes = b"") -> int:
-        """Encrypts into `room`, which is TAG_BYTES longer; how many bytes."""
-        nonce = self._nonce()
-        return self._aead.encrypt_into(nonce, content, also, room)
+    def encrypt_into(self, content: Buffer, output: Buffer, associated_data: bytes = b"") -> int:
+        """Encrypts into `output`, which is TAG_BYTES longer; how many bytes."""
+        nonce = self._next_nonce()
+        return self._aead.encrypt_into(nonce, content, associated_data, output)
 
-    def open(self, sealed: Buffer, room: Buffer, also: bytes = b"") -> int:
-        """Decrypts into `room`, which is TAG_BYTES shorter; how many bytes. Refusal."""
-        nonce = self._nonce()
+    def decrypt_into(self, sealed: Buffer, output: Buffer, associated_data: bytes = b"") -> int:
+        """Decrypts into `output`, which is TAG_BYTES shorter; how many bytes. Refusal."""
+        nonce = self._next_nonce()
         try:
-            return self._aead.decrypt_into(nonce, sealed, also, room)
+            return self._aead.decrypt_into(nonce, sealed, associated_data, output)
         except InvalidTag:
-            raise Refusal("bytes that were not sealed with this key, or in another order") from None
+            raise HandshakeViolation(
+                "bytes that were not sealed with this key, or in another order"
+            ) from None
 
-    def _nonce(self) -> bytes:
-        if self._sent and self._sent % self._rekey_after == 0:
-            sealed = self._aead.encrypt(self._suite.nonce(_LAST), bytes(KEY_BYTES), b"")
-            self._aead = self._suite.aead(sealed[:KEY_BYTES])
-        self._sent += 1
-        return self._suite.nonce(self._sent - 1)
+    def _next_nonce(self) -> bytes:
+        if self._message_count and self._message_count % self._rekey_after_messages == 0:
+            sealed = self._aead.encrypt(
+                self._suite.encode_nonce(_REKEY_NONCE), bytes(KEY_BYTES), b""
+            )
+            self._aead = self._suite.make_aead(sealed[:KEY_BYTES])
+        self._message_count += 1
+        return self._suite.encode_nonce(self._message_count - 1)
 
 
-class _Handshake:
+class _NoiseHandshake:
     """The state that both ends share; `static` is this end's pair."""
 
     def __init__(
         self,
         suite: CipherSuite,
-        static: X25519PrivateKey,
-        responder: bytes,
+        static_pair: X25519PrivateKey,
+        responder_key: bytes,
         prologue: bytes,
-        ephemeral: X25519PrivateKey | None = None,
+        ephemeral_pair: X25519PrivateKey | None = None,
     ) -> None:
-        """`responder`: the public key of that end. `prologue`: what both must have heard alike.
-        `ephemeral`: for tests alone.
+        """`responder_key`: the public key of that end. `prologue`: what both must have heard alike.
+        `ephemeral_pair`: for tests alone.
         """
         name = suite.name
         self._hash = name.ljust(32, b"\0") if len(name) <= 32 else hashlib.sha256(name).digest()
-        self._chain = self._hash
-        self._suite, self._static, self._responder = suite, static, responder
-        self._cipher: Cipher | None = None
-        self._ephemeral = ephemeral or X25519PrivateKey.generate()
+        self._chaining_key = self._hash
+        self._suite, self._static_pair, self._responder_key = suite, static_pair, responder_key
+        self._cipher: NoiseCipher | None = None
+        self._ephemeral_pair = ephemeral_pair or X25519PrivateKey.generate()
         self._mix_hash(prologue)
-        self._mix_hash(responder)
+        self._mix_hash(responder_key)
 
     def _mix_hash(self, content: bytes) -> None:
         self._hash = hashlib.sha256(self._hash + content).digest()
 
-    def _mix_key(self, ours: X25519PrivateKey, theirs: bytes) -> None:
+    def _mix_key(self, our_pair: X25519PrivateKey, their_key: bytes) -> None:
         try:
-            shared = ours.exchange(X25519PublicKey.from_public_bytes(theirs))
+            shared = our_pair.exchange(X25519PublicKey.from_public_bytes(their_key))
         except ValueError as error:  # a point that makes every secret zero
-            raise Refusal(str(error)) from None
-        self._chain, key = _derived(self._chain, shared)
-        self._cipher = Cipher(self._suite, key)
+            raise HandshakeViolation(str(error)) from None
+        self._chaining_key, key = _derive_keys(self._chaining_key, shared)
+        self._cipher = NoiseCipher(self._suite, key)
 
-    def _seal(self, content: bytes) -> bytes:
+    def _encrypt_and_hash(self, content: bytes) -> bytes:
         assert self._cipher is not None
         room = bytearray(len(content) + TAG_BYTES)
-        self._cipher.seal(content, room, self._hash)
+        self._cipher.encrypt_into(content, room, self._hash)
         self._mix_hash(bytes(room))
         return bytes(room)
 
-    def _open(self, sealed: bytes) -> bytes:
+    def _decrypt_and_hash(self, sealed: bytes) -> bytes:
         assert self._cipher is not None
         room = bytearray(len(sealed) - TAG_BYTES)
-        self._cipher.open(sealed, room, self._hash)
+        self._cipher.decrypt_into(sealed, room, self._hash)
         self._mix_hash(sealed)
         return bytes(room)
 
-    def _split(self) -> tuple[Cipher, Cipher]:
+    def _split_ciphers(self) -> tuple[NoiseCipher, NoiseCipher]:
         """Of what the initiator sends, and of what it receives."""
-        first, second = _derived(self._chain, b"")
-        return Cipher(self._suite, first), Cipher(self._suite, second)
+        first, second = _derive_keys(self._chaining_key, b"")
+        return NoiseCipher(self._suite, first), NoiseCipher(self._suite, second)
 
 
-class Initiator(_Handshake):
+class NoiseInitiator(_NoiseHandshake):
     """The end that knows whom it asks."""
 
-    def first(self, payload: bytes) -> bytes:
+    def make_first_message(self, payload: bytes) -> bytes:
         """The message that begins it, 96 bytes longer than the payload. Who records it can make the
         responder answer again, and no more. Refusal: the responder's key is none.
         """
-        own = _public(self._ephemeral)
+        own = _public_bytes(self._ephemeral_pair)
         self._mix_hash(own)
-        self._mix_key(self._ephemeral, self._responder)
-        static = self._seal(_public(self._static))
-        self._mix_key(self._static, self._responder)
-        return own + static + self._seal(payload)
+        self._mix_key(self._ephemeral_pair, self._responder_key)
+        static = self._encrypt_and_hash(_public_bytes(self._static_pair))
+        self._mix_key(self._static_pair, self._responder_key)
+        return own + static + self._encrypt_and_hash(payload)
 
-    def finish(self, second: bytes) -> tuple[bytes, Cipher, Cipher]:
+    def read_second_message(self, message: bytes) -> tuple[bytes, NoiseCipher, NoiseCipher]:
         """The payload of the responder's message, and what to send and to receive with. Refusal:
         it does not have that key.
         """
-        theirs, sealed = second[:KEY_BYTES], second[KEY_BYTES:]
+        theirs, sealed = message[:KEY_BYTES], message[KEY_BYTES:]
         self._mix_hash(theirs)
-        self._mix_key(self._ephemeral, theirs)
-        self._mix_key(self._static, theirs)
-        return (self._open(sealed), *self._split())
+        self._mix_key(self._ephemeral_pair, theirs)
+        self._mix_key(self._static_pair, theirs)
+        return (self._decrypt_and_hash(sealed), *self._split_ciphers())
 
 
-class Responder(_Handshake):
+class NoiseResponder(_NoiseHandshake):
     """The end that is asked."""
 
     def __init__(
         self,
         suite: CipherSuite,
-        static: X25519PrivateKey,
+        static_pair: X25519PrivateKey,
         prologue: bytes,
-        ephemeral: X25519PrivateKey | None = None,
+        ephemeral_pair: X25519PrivateKey | None = None,
     ) -> None:
-        super().__init__(suite, static, _public(static), prologue, ephemeral)
+        super().__init__(suite, static_pair, _public_bytes(static_pair), prologue, ephemeral_pair)
 
-    def begin(self, first: bytes) -> tuple[bytes, bytes]:
+    def read_first_message(self, message: bytes) -> tuple[bytes, bytes]:
         """The initiator's public key, and the payload of its message. Refusal: it does not know
         ours, or has no pair to the key it tells.
         """
-        self._theirs, static = first[:KEY_BYTES], first[KEY_BYTES : 2 * KEY_BYTES + TAG_BYTES]
-        self._mix_hash(self._theirs)
-        self._mix_key(self._static, self._theirs)
-        self._initiator = self._open(static)
-        self._mix_key(self._static, self._initiator)
-        return self._initiator, self._open(first[2 * KEY_BYTES + TAG_BYTES :])
+        self._initiator_ephemeral, static = (
+            message[:KEY_BYTES],
+            message[KEY_BYTES : 2 * KEY_BYTES + TAG_BYTES],
+        )
+        self._mix_hash(self._initiator_ephemeral)
+        self._mix_key(self._static_pair, self._initiator_ephemeral)
+        self._initiator_key = self._decrypt_and_hash(static)
+        self._mix_key(self._static_pair, self._initiator_key)
+        return self._initiator_key, self._decrypt_and_hash(message[2 * KEY_BYTES + TAG_BYTES :])
 
-    def second(self, payload: bytes) -> tuple[bytes, Cipher, Cipher]:
+    def make_second_message(self, payload: bytes) -> tuple[bytes, NoiseCipher, NoiseCipher]:
         """The answer, 48 bytes longer than the payload, and what to send and to receive with. The
         initiator has proved its key once it has sealed a message with the other.
         """
-        own = _public(self._ephemeral)
+        own = _public_bytes(self._ephemeral_pair)
         self._mix_hash(own)
-        self._mix_key(self._ephemeral, self._theirs)
-        self._mix_key(self._ephemeral, self._initiator)
-        message = own + self._seal(payload)
-        receive, send = self._split()
+        self._mix_key(self._ephemeral_pair, self._initiator_ephemeral)
+        self._mix_key(self._ephemeral_pair, self._initiator_key)
+        message = own + self._encrypt_and_hash(payload)
+        receive, send = self._split_ciphers()
         return message, send, receive
 
 
-def _public(pair: X25519PrivateKey) -> bytes:
+def _public_bytes(pair: X25519PrivateKey) -> bytes:
     return pair.public_key().public_bytes_raw()
 
 
-def _derived(chain: bytes, secret: bytes) -> tuple[bytes, bytes]:
+def _derive_keys(chaining_key: bytes, secret: bytes) -> tuple[bytes, bytes]:
     """HKDF of the framework (section 4.3), two outputs."""
-    key = hmac.digest(chain, secret, "sha256")
+    key = hmac.digest(chaining_key, secret, "sha256")
     first = hmac.digest(key, b"\x01", "sha256")
     return first, hmac.digest(key, first + b"\x02", "sha256")

@@ -18,27 +18,29 @@ from dataclasses import dataclass
 
 import torch
 
-from meshrl.common.base.digest import digest_of, keyed_digest
+from meshrl.common.base.digest import compute_digest, compute_keyed_digest
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.model.files.safetensors_file import DTYPES, NAMES
+from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES, DTYPES
 
 LEAF_BYTES = 16 << 10  # little to send at the ends of rows; at 4 KiB a digest costs twice as much
 DIGEST_BYTES = 32
-_LEAF, _NODE = b"leaf".ljust(32, b"\0"), b"node".ljust(32, b"\0")  # keys of the digests
-_HEAD = struct.Struct("<QQ")  # of a packed part: offset, bytes; then its digest, or these bytes
+_LEAF_KEY, _NODE_KEY = b"leaf".ljust(32, b"\0"), b"node".ljust(32, b"\0")  # keys of the digests
+_PART_HEADER = struct.Struct(
+    "<QQ"
+)  # of a packed part: offset, bytes; then its digest, or these bytes
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorSpec:
     """A whole tensor, of which a process holds rows."""
 
     dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Described:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorSpec:
         """Describe a tensor, also one on the `meta` device."""
-        return cls(NAMES[tensor.dtype], tuple(tensor.shape))
+        return cls(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
     @property
     def size_bytes(self) -> int:
@@ -46,74 +48,74 @@ class Described:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Tree:
+class MerkleTree:
     """What a process knows of the bytes of one tensor: digests of whole subtrees, and the bytes of
     leaves that are not whole.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[int, tuple[int, bytes]] = {}  # bytes and digest, by offset
-        self._parts: dict[int, bytes] = {}  # of leaves that are not whole, by offset
+        self._partial_leaves: dict[int, bytes] = {}  # of leaves that are not whole, by offset
 
-    def add_rows(self, rows: torch.Tensor, first: int) -> None:
+    def add_rows(self, rows: torch.Tensor, first_row: int) -> None:
         """Add rows first .. first + len(rows), which are in the host's memory; a tensor without
         dimensions is one row.
         """
         rows = rows.detach().reshape(1) if rows.dim() == 0 else rows.detach()
         if rows.numel():
             content = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
-            self.add(first * (len(content) // len(rows)), content)
+            self.add_bytes(first_row * (len(content) // len(rows)), content)
 
-    def add(self, offset: int, content: memoryview) -> None:
+    def add_bytes(self, offset: int, content: memoryview) -> None:
         """Add the tensor's bytes from `offset` on. BadMessage for bytes that are there already."""
         at, end = offset, offset + len(content)
         while at < end:
             stop = min(end, (at // LEAF_BYTES + 1) * LEAF_BYTES)
             piece = content[at - offset : stop - offset]
             if len(piece) == LEAF_BYTES:
-                self._add_node(at, LEAF_BYTES, _leaf(piece))
+                self._add_node(at, LEAF_BYTES, _hash_leaf(piece))
             else:
                 self._add_part(at, bytes(piece))
             at = stop
 
-    def _add_part(self, at: int, piece: bytes) -> None:
+    def _add_part(self, offset: int, piece: bytes) -> None:
         """Join a part of a leaf with its neighbours; one that is whole becomes a node."""
-        leaf = at // LEAF_BYTES * LEAF_BYTES
-        there = [one for one in self._parts.items() if leaf <= one[0] < leaf + LEAF_BYTES]
+        leaf = offset // LEAF_BYTES * LEAF_BYTES
+        there = [one for one in self._partial_leaves.items() if leaf <= one[0] < leaf + LEAF_BYTES]
         for begin, held in there:
-            if begin < at + len(piece) and at < begin + len(held):
-                raise BadMessage(f"bytes {at} of a tensor are there twice")
-            if begin + len(held) == at:
-                at, piece = begin, held + piece
-                del self._parts[begin]
-            elif at + len(piece) == begin:
+            if begin < offset + len(piece) and offset < begin + len(held):
+                raise BadMessage(f"bytes {offset} of a tensor are there twice")
+            if begin + len(held) == offset:
+                offset, piece = begin, held + piece
+                del self._partial_leaves[begin]
+            elif offset + len(piece) == begin:
                 piece += held
-                del self._parts[begin]
+                del self._partial_leaves[begin]
         if len(piece) == LEAF_BYTES:
-            self._add_node(at, LEAF_BYTES, _leaf(piece))
+            self._add_node(offset, LEAF_BYTES, _hash_leaf(piece))
         elif leaf in self._nodes:
-            raise BadMessage(f"bytes {at} of a tensor are there twice")
+            raise BadMessage(f"bytes {offset} of a tensor are there twice")
         else:
-            self._parts[at] = piece
+            self._partial_leaves[offset] = piece
 
-    def _add_node(self, at: int, size: int, digest: bytes) -> None:
+    def _add_node(self, offset: int, size: int, digest: bytes) -> None:
         """Add a subtree, and join it with its sibling as long as there is one."""
-        if at in self._nodes:
-            raise BadMessage(f"bytes {at} of a tensor are there twice")
-        while (sibling := self._nodes.get(at ^ size, (0, b"")))[0] == size:
-            del self._nodes[at ^ size]
-            left, right = (sibling[1], digest) if at & size else (digest, sibling[1])
-            at, size, digest = at & ~size, 2 * size, _node(left, right)
-        self._nodes[at] = size, digest
+        if offset in self._nodes:
+            raise BadMessage(f"bytes {offset} of a tensor are there twice")
+        while (sibling := self._nodes.get(offset ^ size, (0, b"")))[0] == size:
+            del self._nodes[offset ^ size]
+            left, right = (sibling[1], digest) if offset & size else (digest, sibling[1])
+            offset, size, digest = offset & ~size, 2 * size, _hash_node(left, right)
+        self._nodes[offset] = size, digest
 
     def merge(self, packed: bytes) -> None:
         """Add what another process has packed. BadMessage for what is no part of a tree."""
         view, at = memoryview(packed), 0
         while at < len(view):
-            if len(view) - at < _HEAD.size:
+            if len(view) - at < _PART_HEADER.size:
                 raise BadMessage("parts of a tensor's identity are cut short")
-            offset, size = _HEAD.unpack_from(view, at)
-            at += _HEAD.size
+            offset, size = _PART_HEADER.unpack_from(view, at)
+            at += _PART_HEADER.size
             length = size if size < LEAF_BYTES else DIGEST_BYTES
             content = view[at : at + length]
             at += length
@@ -124,70 +126,70 @@ class Tree:
             if whole:
                 self._add_node(offset, size, bytes(content))
             else:
-                self.add(offset, content)
+                self.add_bytes(offset, content)
 
     @property
-    def packed(self) -> bytes:
+    def packed_parts(self) -> bytes:
         """All parts, for `merge` in another process."""
-        parts = [(at, len(part), part) for at, part in self._parts.items()]
+        parts = [(at, len(part), part) for at, part in self._partial_leaves.items()]
         parts += [(at, size, digest) for at, (size, digest) in self._nodes.items()]
-        return b"".join(_HEAD.pack(at, size) + part for at, size, part in sorted(parts))
+        return b"".join(_PART_HEADER.pack(at, size) + part for at, size, part in sorted(parts))
 
-    def root(self, size: int) -> str:
-        """Return the identity of a tensor of `size` bytes as 64 hexadecimal digits. BadMessage
-        when rows are missing.
+    def compute_root(self, size_bytes: int) -> str:
+        """Return the identity of a tensor of `size_bytes` bytes as 64 hexadecimal digits.
+        BadMessage when rows are missing.
         """
-        nodes, last = dict(self._nodes), size // LEAF_BYTES * LEAF_BYTES
-        if size % LEAF_BYTES:
-            part = self._parts.get(last, b"")
-            if len(part) != size - last:
-                raise BadMessage(f"a tensor of {size} bytes has not all of its rows")
-            nodes[last] = LEAF_BYTES, _leaf(part)
-        if len(self._parts) != bool(size % LEAF_BYTES):
-            raise BadMessage(f"a tensor of {size} bytes has rows in pieces")
+        nodes, last = dict(self._nodes), size_bytes // LEAF_BYTES * LEAF_BYTES
+        if size_bytes % LEAF_BYTES:
+            part = self._partial_leaves.get(last, b"")
+            if len(part) != size_bytes - last:
+                raise BadMessage(f"a tensor of {size_bytes} bytes has not all of its rows")
+            nodes[last] = LEAF_BYTES, _hash_leaf(part)
+        if len(self._partial_leaves) != bool(size_bytes % LEAF_BYTES):
+            raise BadMessage(f"a tensor of {size_bytes} bytes has rows in pieces")
         peaks, at = list[bytes](), 0
-        while at < size:
+        while at < size_bytes:
             length, digest = nodes.pop(at, (0, b""))
             if not length:
-                raise BadMessage(f"a tensor of {size} bytes lacks those from {at} on")
+                raise BadMessage(f"a tensor of {size_bytes} bytes lacks those from {at} on")
             peaks.append(digest)
             at += length
         if nodes:
-            raise BadMessage(f"a tensor of {size} bytes has more of them")
+            raise BadMessage(f"a tensor of {size_bytes} bytes has more of them")
         if not peaks:
-            return _leaf(b"").hex()
+            return _hash_leaf(b"").hex()
         found = peaks.pop()
         while peaks:
-            found = _node(peaks.pop(), found)
+            found = _hash_node(peaks.pop(), found)
         return found.hex()
 
 
-Trees = dict[str, Tree]  # by tensor
+MerkleTrees = dict[str, MerkleTree]  # by tensor
 
 
-def _leaf(content: bytes | memoryview) -> bytes:
-    return keyed_digest(content, _LEAF)
+def _hash_leaf(content: bytes | memoryview) -> bytes:
+    return compute_keyed_digest(content, _LEAF_KEY)
 
 
-def _node(left: bytes, right: bytes) -> bytes:
-    return keyed_digest(left + right, _NODE)
+def _hash_node(left: bytes, right: bytes) -> bytes:
+    return compute_keyed_digest(left + right, _NODE_KEY)
 
 
-def merged(packed: Iterable[Mapping[str, bytes]]) -> Trees:
+def merge_trees(packed: Iterable[Mapping[str, bytes]]) -> MerkleTrees:
     """Put together what ranks have packed of their rows, by tensor. BadMessage."""
-    found: Trees = {}
+    found: MerkleTrees = {}
     for parts in packed:
         for name, part in parts.items():
-            found.setdefault(name, Tree()).merge(part)
+            found.setdefault(name, MerkleTree()).merge(part)
     return found
 
 
-def identity(described: Mapping[str, Described], trees: Mapping[str, Tree]) -> str:
+def compute_identity(specs: Mapping[str, TensorSpec], trees: Mapping[str, MerkleTree]) -> str:
     """Return the identity of all tensors together as 64 hexadecimal digits; `trees` has all rows of
     each. BadMessage when some are missing.
     """
     told = [
-        [name, one.dtype, list(one.shape), trees[name].root(one.size_bytes)]
-        for name, one in sorted(described.items())
+        [name, one.dtype, list(one.shape), trees[name].compute_root(one.size_bytes)]
+        for name, one in sorted(specs.items())
     ]
-    return digest_of(json.dumps(told, separators=(",", ":")).encode())
+    return compute_digest(json.dumps(told, separators=(",", ":")).encode())

@@ -9,107 +9,112 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.api.weights import Manifest, TensorPiece
 from meshrl.common.base.encoding.blob import pack, unpack
-from meshrl.common.base.errors import BadMessage, Damaged
+from meshrl.common.base.errors import BadMessage, CorruptData
 
 FORMAT = 2
-LEAST_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of a chunk
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 20, 64 << 20  # of a chunk
 PAGE_BYTES = 4096  # of memory
 # Of an element, by safetensors' names: who reads a manifest needs no torch for that.
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
-PARTS = 64  # that a version has at least, where they are not too small: hosts relay them
+ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
+MIN_CHUNKS = 64  # that a version has at least, where they are not too small: hosts relay them
 
 
-def chunk_bytes(version_bytes: int) -> int:
+def choose_chunk_bytes(version_bytes: int) -> int:
     """How large the chunks of a version of this size are, at most: whole pages, so that chunks lie
     side by side in memory.
     """
-    share = -(-version_bytes // PARTS // PAGE_BYTES) * PAGE_BYTES
-    return min(max(share, LEAST_BYTES), MOST_BYTES)
+    share = -(-version_bytes // MIN_CHUNKS // PAGE_BYTES) * PAGE_BYTES
+    return min(max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
-def packed(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """A manifest as it is stored, sealed by its sha256."""
     plain = replace(manifest, format=FORMAT, sha256="")
     return pack(replace(plain, sha256=hashlib.sha256(pack(plain)).hexdigest()))
 
 
-def unpacked(content: bytes | memoryview, where: str = "") -> Manifest:
+def decode_manifest(content: bytes | memoryview, where: str = "") -> Manifest:
     """The inverse; BadMessage when it is no manifest, or one of another format or whose pieces do
     not make up their tensors, Damaged when it is not what was sealed.
     """
-    found = understood(unpack(Manifest, content))
+    found = check_manifest(unpack(Manifest, content))
     plain = replace(found, sha256="")
     if hashlib.sha256(pack(plain)).hexdigest() != found.sha256:
-        raise Damaged("a manifest is not what its sha256 says", where=where)
+        raise CorruptData("a manifest is not what its sha256 says", where=where)
     return found
 
 
-def understood(found: Manifest) -> Manifest:
+def check_manifest(manifest: Manifest) -> Manifest:
     """A manifest that the store has read; BadMessage when it is of another format, or its pieces do
     not make up their tensors.
     """
-    if any(piece.end < 0 for piece in found.tensors):  # its pieces have no ranges
+    if any(piece.end < 0 for piece in manifest.tensors):  # its pieces have no ranges
         fix = "finish the run with the version of the software that began it"
         raise BadMessage(f"a manifest of format 1; this is format {FORMAT}", fix=fix)
-    if found.format > FORMAT:
-        raise BadMessage(f"a manifest of format {found.format}", fix="Use a newer MeshRL")
-    check(found.tensors)
-    return found
+    if manifest.format > FORMAT:
+        raise BadMessage(f"a manifest of format {manifest.format}", fix="Use a newer MeshRL")
+    check_pieces(manifest.tensors)
+    return manifest
 
 
-def joined(own: Manifest, base: Manifest) -> Manifest:
+def merge_base(adapters: Manifest, base: Manifest) -> Manifest:
     """A version of adapters with what its base has besides them."""
-    names = {piece.name for piece in own.tensors}
-    shared = [piece for piece in understood(base).tensors if piece.name not in names]
-    return replace(own, tensors=[*shared, *own.tensors])
+    names = {piece.name for piece in adapters.tensors}
+    shared = [piece for piece in check_manifest(base).tensors if piece.name not in names]
+    return replace(adapters, tensors=[*shared, *adapters.tensors])
 
 
-def read_whole(read: Callable[[str], bytes], digest: str) -> Manifest:
+def read_complete_manifest(read: Callable[[str], bytes], digest: str) -> Manifest:
     """A version from whoever reads what is stored under a digest, with what its base has besides
     it."""
-    own = unpacked(read(digest), digest)
-    return own if own.base is None else joined(own, unpacked(read(own.base.digest), digest))
+    own = decode_manifest(read(digest), digest)
+    return (
+        own if own.base is None else merge_base(own, decode_manifest(read(own.base.digest), digest))
+    )
 
 
-def itemsize(piece: Tensor) -> int:
+def get_element_bytes(piece: TensorPiece) -> int:
     """Bytes of an element; BadMessage for an unknown type."""
-    if (size := ITEM_BYTES.get(piece.dtype)) is None:
+    if (size := ELEMENT_BYTES.get(piece.dtype)) is None:
         raise BadMessage(f"tensor {piece.name} of a manifest has the unknown type {piece.dtype}")
     return size
 
 
-def by_tensor(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+def group_by_tensor(tensors: Iterable[TensorPiece]) -> dict[str, list[TensorPiece]]:
     """The pieces of each tensor, in the order of their elements."""
-    return _grouped(tensors, lambda piece: piece.name, lambda piece: (piece.begin, piece.end))
+    return _group_pieces(tensors, lambda piece: piece.name, lambda piece: (piece.begin, piece.end))
 
 
-def by_chunk(tensors: Iterable[Tensor]) -> dict[str, list[Tensor]]:
+def group_by_chunk(tensors: Iterable[TensorPiece]) -> dict[str, list[TensorPiece]]:
     """The pieces that lie in each chunk, in the order of their places there."""
-    return _grouped(tensors, lambda piece: piece.chunk, lambda piece: (piece.offset, 0))
+    return _group_pieces(tensors, lambda piece: piece.chunk, lambda piece: (piece.offset, 0))
 
 
-def _grouped(
-    tensors: Iterable[Tensor],
-    by: Callable[[Tensor], str],
-    order: Callable[[Tensor], tuple[int, int]],
-) -> dict[str, list[Tensor]]:
-    found: dict[str, list[Tensor]] = {}
+def _group_pieces(
+    tensors: Iterable[TensorPiece],
+    key: Callable[[TensorPiece], str],
+    order: Callable[[TensorPiece], tuple[int, int]],
+) -> dict[str, list[TensorPiece]]:
+    found: dict[str, list[TensorPiece]] = {}
     for piece in tensors:
-        found.setdefault(by(piece), []).append(piece)
+        found.setdefault(key(piece), []).append(piece)
     return {name: sorted(pieces, key=order) for name, pieces in found.items()}
 
 
-def check(tensors: Iterable[Tensor]) -> None:
+def check_pieces(tensors: Iterable[TensorPiece]) -> None:
     """BadMessage unless the pieces of each tensor are all of it, each element once."""
-    for name, pieces in by_tensor(tensors).items():
+    for name, pieces in group_by_tensor(tensors).items():
         first, at = pieces[0], 0
         for piece in pieces:
             alike = (piece.dtype, piece.shape, piece.dim) == (first.dtype, first.shape, first.dim)
             if not alike or piece.begin != at or piece.end < piece.begin:
                 raise BadMessage(f"the pieces of tensor {name} of a manifest do not follow")
-            if piece.size != (piece.end - piece.begin) * itemsize(piece) or piece.offset < 0:
+            if (
+                piece.size != (piece.end - piece.begin) * get_element_bytes(piece)
+                or piece.offset < 0
+            ):
                 raise BadMessage(f"a piece of tensor {name} of a manifest has {piece.size} bytes")
             at = piece.end
         if at != math.prod(first.shape) or not 0 <= first.dim < max(1, len(first.shape)):
@@ -117,7 +122,7 @@ def check(tensors: Iterable[Tensor]) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """Rows begin .. end of a tensor, along dimension `dim`: what a shard of it is."""
 
     dim: int
@@ -125,15 +130,17 @@ class Rows:
     end: int
 
 
-def overlapping(tensors: Iterable[Tensor], wanted: Mapping[str, Rows | None]) -> list[Tensor]:
-    """The pieces with elements that somebody wants, of the tensors that are `wanted`; None: all of
-    one. Rows of another dimension than that by which a tensor is cut lie in all of its pieces.
+def select_pieces(
+    tensors: Iterable[TensorPiece], selection: Mapping[str, RowRange | None]
+) -> list[TensorPiece]:
+    """The pieces with elements that somebody wants, of the tensors that are `selection`; None: all
+    of one. Rows of another dimension than that by which a tensor is cut lie in all of its pieces.
     """
     found = []
     for piece in tensors:
-        if piece.name not in wanted:
+        if piece.name not in selection:
             continue
-        rows = wanted[piece.name]
+        rows = selection[piece.name]
         if rows is not None and rows.dim == piece.dim and piece.shape:
             width = math.prod(piece.shape) // max(1, piece.shape[piece.dim])
             if piece.begin >= rows.end * width or rows.begin * width >= piece.end:

@@ -31,7 +31,7 @@ from loadtests.jobs.mesh import RunningMesh, mesh_up
 from loadtests.measuring.entry import options, report, tell
 from meshrl.client.client import JobHandle
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.directory_paths import MeshPaths
 
 JOB = Path(__file__).parents[3] / "tests" / "mesh" / "jobs" / "digits.toml"
 WORKERS = 2
@@ -86,7 +86,7 @@ async def flooded(
     mesh: RunningMesh, endless: JobHandle, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Waves on a mesh whose job trains."""
-    place = MeshPlace(mesh.root)
+    place = MeshPaths(mesh.root)
     doors = await plan_of(place, MeshSettings.from_file(place.settings))
     ports = sorted({(port.host, port.port) for port in doors.ports})
     watched = [psutil.Process(pid) for pid, words in doors.pids.items() if lasts(pid, words)]

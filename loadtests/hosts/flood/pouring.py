@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from random import Random
 
-from meshrl.common.weights.handshakes.handshake import MAGIC_BYTES, SUITES, ServerHandshake
+from meshrl.common.weights.handshakes.handshake import MAGIC_BYTES, SUITES_BY_MAGIC, ServerHandshake
 
 AT_ONCE, AT_ONCE_EACH = 512, 24  # connections that wait for the other end: in all, at a port
 WAIT_S = 5.0  # for the other end to hang up
@@ -73,7 +73,7 @@ def bulk_hello(r: Random) -> bytes:
     """Return a hello under keys that nobody has, and of points that no key pair has."""
     ephemeral = r.choice((r.randbytes(32), bytes(32), b"\1" + bytes(31), b"\xff" * 32))
     rest = ServerHandshake.hello_bytes - MAGIC_BYTES - len(ephemeral)
-    return r.choice(list(SUITES)) + ephemeral + r.randbytes(rest)
+    return r.choice(list(SUITES_BY_MAGIC)) + ephemeral + r.randbytes(rest)
 
 
 def bulk_requests(r: Random) -> bytes:

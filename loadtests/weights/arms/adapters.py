@@ -15,11 +15,11 @@ from loadtests.measuring.models import drawn, shape
 from loadtests.measuring.rounds import Arm, ratios, spread, turns
 from loadtests.weights.contents import Tensors
 from loadtests.weights.scene import Plan
-from meshrl.common.generation.builtin.build import build
-from meshrl.common.generation.builtin.engine import TorchEngine
-from meshrl.common.generation.contract import Request
-from meshrl.common.model.architecture.projections import projections, targeted
-from meshrl.common.model.network.lora import merged
+from meshrl.common.generation.builtin.engine import BuiltinEngine
+from meshrl.common.generation.builtin.engine_builder import build_engine
+from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.model.architecture.projections import build_projections, resolve_targets
+from meshrl.common.model.network.lora import merge_adapters
 
 MODEL = shape(256, 4, 704, 4096, (8, 4), max_positions=1024)
 TARGETS = ("qkv", "output", "gate_up", "down")
@@ -32,9 +32,9 @@ NAMES = ("a", "b")  # of adapters
 def adapter(seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     found: Tensors = {}
-    shapes = projections(MODEL)
+    shapes = build_projections(MODEL)
     for layer in range(MODEL.layers):
-        for name in targeted(MODEL, TARGETS):
+        for name in resolve_targets(MODEL, TARGETS):
             at, shape = f"layers.{layer}.adapters.{name}", shapes[name]
             down = torch.randn(RANK, shape.columns, generator=generator)
             found[f"{at}.a"] = down * shape.columns**-0.5
@@ -42,25 +42,25 @@ def adapter(seed: int) -> Tensors:
     return found
 
 
-def engine(state: Tensors) -> TorchEngine:
-    made = build(MODEL, BATCH, LENGTH, steps=8, budget_s=0.02)
+def engine(state: Tensors) -> BuiltinEngine:
+    made = build_engine(MODEL, BATCH, LENGTH, steps=8, budget_s=0.02)
     made.wake(state, 0)
     return made
 
 
-def rate(made: TorchEngine, names: list[str]) -> float:
+def rate(made: BuiltinEngine, names: list[str]) -> float:
     """Tokens per CPU-second of a batch of requests with these adapters."""
     prompts = [np.array([1 + number % 50, 2, 3], np.int32) for number in range(BATCH)]
     made.submit(
         [
-            Request(number, prompts[number], TOKENS, 1.0, (), number, -1, adapter=name)
+            GenerationRequest(number, prompts[number], TOKENS, 1.0, (), number, -1, adapter=name)
             for number, name in enumerate(names)
         ]
     )
     began, before = time.process_time(), made.tokens_generated
     while made.step():
         pass
-    made.drain()
+    made.drain_outputs()
     return (made.tokens_generated - before) / (time.process_time() - began)
 
 
@@ -73,7 +73,7 @@ async def adapters(plan: Plan) -> Arm:
     beside = engine(base)
     for name in NAMES:
         beside.load_adapter(name, factors[name], SCALE, 1)
-    alone = {name: engine(merged(MODEL, base | factors[name], SCALE)) for name in NAMES}
+    alone = {name: engine(merge_adapters(MODEL, base | factors[name], SCALE)) for name in NAMES}
     arms = {
         "one": (beside, ["a"] * BATCH),
         "two": (beside, ["a", "b"] * (BATCH // 2)),
@@ -88,7 +88,7 @@ async def adapters(plan: Plan) -> Arm:
     return answer | honest.told()
 
 
-def _gap(beside: TorchEngine, alone: TorchEngine, name: str) -> float:
+def _gap(beside: BuiltinEngine, alone: BuiltinEngine, name: str) -> float:
     """The largest difference between an adapter's log-probabilities and its merged model's."""
     generator = torch.Generator().manual_seed(9)
     tokens = torch.randint(1, MODEL.vocab_size, (SCORED,), generator=generator).numpy()

@@ -16,9 +16,9 @@ from loadtests.measuring.metered import HostMeter
 from loadtests.measuring.rounds import Arm
 from loadtests.weights import contents
 from loadtests.weights.scene import Plan
-from meshrl.common.base.digest import digest_of
-from meshrl.common.weights.delta.codec import applied, encoded
-from meshrl.common.weights.layout.manifest import chunk_bytes
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.weights.delta.codec import apply_delta, encode_delta
+from meshrl.common.weights.layout.manifest import choose_chunk_bytes
 
 SHARES = {"1pct": 0.01, "02pct": 0.002}
 WIDTH = 2  # bytes of a bfloat16
@@ -33,7 +33,7 @@ async def codec(plan: Plan) -> Arm:
     honest = HostMeter()
     answer: Arm = {"codec_mib": plan.codec >> 20}
     tensors = contents.drawn(plan.codec, torch.bfloat16)
-    old, size = flat(tensors), chunk_bytes(plan.codec)
+    old, size = flat(tensors), choose_chunk_bytes(plan.codec)
     for name, share in SHARES.items():
         contents.change(tensors, share, seed=1)
         answer |= _one(name, old, flat(tensors), size, plan.rounds)
@@ -45,17 +45,17 @@ def _one(name: str, old: NDArray[np.uint8], new: NDArray[np.uint8], size: int, r
     encode_s: list[float] = []
     apply_s: list[float] = []
     bytes_ = 0
-    digests = [digest_of(new[at : at + size].data) for at in range(0, len(new), size)]
+    digests = [compute_digest(new[at : at + size].data) for at in range(0, len(new), size)]
     for _ in range(rounds):
         began = time.process_time()
-        blobs = [encoded(old[at : at + size], new[at : at + size], WIDTH) or b""
+        blobs = [encode_delta(old[at : at + size], new[at : at + size], WIDTH) or b""
                  for at in range(0, len(old), size)]  # fmt: skip
         encode_s.append(time.process_time() - began)
         bytes_ = sum(map(len, blobs))
         began = time.process_time()
         for number, blob in enumerate(blobs):
             part = old[number * size : (number + 1) * size]
-            applied(part, blob, digests[number], lambda block: None)
+            apply_delta(part, blob, digests[number], lambda block: None)
         apply_s.append(time.process_time() - began)
     gigabytes = len(old) / 1e9
     return {

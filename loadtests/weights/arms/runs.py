@@ -20,8 +20,8 @@ from loadtests.measuring.metered import HostMeter, all_events, kind_of, started
 from loadtests.measuring.rounds import Arm, spread
 from loadtests.weights.scene import Plan
 from meshrl.common.state import jobs
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.layout.images import opened
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.version_image import open_verified_image
 
 ROOT = Path(__file__).parents[3]
 DIGITS = ROOT / "tests/mesh/jobs/digits.toml"
@@ -49,14 +49,14 @@ async def changed(plan: Plan) -> Arm:
             "evaluation.after=false",
         )
         async with started(DIGITS, out, *changes) as (state, _), asyncio.timeout(RUN_S):
-            while (row := next(iter(await jobs.jobs(state)), None)) is None or (
+            while (row := next(iter(await jobs.read_jobs(state)), None)) is None or (
                 row.version < plan.steps
             ):
                 await asyncio.sleep(LOOK_S)
             events = await all_events(state, out)
             manifests = [e.fields["manifest"] for e in events if e.kind in ("initial", "step")]
             store = ChunkStore(out / "store")
-            images = [opened(store, digest) for digest in manifests[: plan.steps + 1]]
+            images = [open_verified_image(store, digest) for digest in manifests[: plan.steps + 1]]
             for before, after in itertools.pairwise(images):
                 found.append(share(before.tensors, after.tensors))
     return spread("real_changed_share", found, 6) | honest.told()
@@ -90,7 +90,9 @@ async def memory(plan: Plan) -> Arm:
             "training.activation_checkpointing=true",
         )
         async with started(job, out, *changes) as (state, meter), asyncio.timeout(RUN_S):
-            while (row := next(iter(await jobs.jobs(state)), None)) is None or row.version < STEPS:
+            while (
+                row := next(iter(await jobs.read_jobs(state)), None)
+            ) is None or row.version < STEPS:
                 if row is not None and row.phase == jobs.Phase.FAILED:
                     raise RuntimeError(f"the job failed: {row.error}")
                 for name, size in resident(meter.launcher).items():

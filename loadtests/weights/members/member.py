@@ -20,21 +20,21 @@ from loadtests.weights import contents, models
 from loadtests.weights.contents import Tensors, staged_whole
 from loadtests.weights.members.orders import obey
 from loadtests.weights.members.peers import download
-from meshrl.common.api.calls.interface import Interface, Look
+from meshrl.common.api.calls.interface import ChangeHint, Interface
 from meshrl.common.api.engine import Engine
-from meshrl.common.api.trainer import Restaged, Trainer
-from meshrl.common.api.transfer.deltas import Base
-from meshrl.common.api.weights import STORE, Checkpoint, Weights
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.trainer import RestageResult, Trainer
+from meshrl.common.api.transfer.deltas import VersionRef
+from meshrl.common.api.weights import STORE_NAME, Checkpoint, Weights
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.job.config import JobConfig, RolloutConfig, TrainingConfig
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.state import jobs, registry, steps
-from meshrl.common.weights import receive
+from meshrl.common.weights import receiver
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.delta.sending import DeltaSender
-from meshrl.common.weights.layout.images import load_tensor
-from meshrl.common.weights.store.host_chunks import serve_cache
+from meshrl.common.weights.delta.sender import DeltaSender
+from meshrl.common.weights.layout.version_image import load_tensor
+from meshrl.common.weights.store.chunk_cache import serve_cache
 
 PIECE_BYTES = 4 << 20  # that are copied together: no more than the smallest tensor has
 
@@ -44,7 +44,7 @@ class RestageCalls(Interface):
 
 
 RestageCalls.methods = {
-    name: method for name, method in Trainer.methods.items() if name == "restage"
+    name: method for name, method in Trainer.methods.items() if name == "restage_version"
 }
 
 
@@ -68,7 +68,9 @@ class Publisher(Actor):
         self.tensors = models.drawn(name, seed)
 
     async def submit(self, run_dir: str) -> None:
-        document = JobConfig(name=self._job, rollout=RolloutConfig(kv_on_update="keep")).document()
+        document = JobConfig(
+            name=self._job, rollout=RolloutConfig(kv_on_update="keep")
+        ).to_document()
         await jobs.submit(self._mesh.state, self._job, document, run_dir, f"submit {self._job}")
         self._step = -1
 
@@ -78,10 +80,10 @@ class Publisher(Actor):
 
     async def commit(self, digest: str) -> dict[str, Any]:
         """Make a staged version the job's current one; return when, and its number."""
-        mesh, store = self._mesh, self._mesh.ref(STORE)
+        mesh, store = self._mesh, self._mesh.ref(STORE_NAME)
         step = self._step + 1
         asked = Checkpoint(self._job, 0, step, digest, {"version": step}, {})
-        names = steps.VersionNames(digest, await store.call(Weights.save, asked))
+        names = steps.VersionReferences(digest, await store.call(Weights.save_checkpoint, asked))
         begun = (mesh.state, self._job, mesh.name, mesh.token, 0)
         if step:
             done = steps.StepCommit(step, [], [], names, {}, {}, covered=step)
@@ -89,9 +91,9 @@ class Publisher(Actor):
         else:
             await steps.commit_initial(*begun, names)
         self._step = step
-        for entry in await registry.entries(mesh.state, "engine"):
+        for entry in await registry.list_entries(mesh.state, "engine"):
             if entry.alive and entry.name.startswith("engine/"):
-                await mesh.ref(entry.name).cast(Engine.look, Look("version"))
+                await mesh.ref(entry.name).cast(Engine.notify_change, ChangeHint("version"))
         return {"at": time.monotonic(), "version": step}
 
     def change(self, share: float, seed: int) -> dict[str, Any]:
@@ -104,7 +106,7 @@ class Publisher(Actor):
         digest = await self._write(self.tensors, version, lineage)
         staged, cpu = time.monotonic(), time.process_time() - used
         if deltas:
-            await self._deltas.begin(Base(lineage, version, digest))
+            await self._deltas.start(VersionRef(lineage, version, digest))
         return {"digest": digest, "staged": staged, "took_s": staged - began, "cpu_s": cpu}
 
     async def _write(self, tensors: Tensors, version: int, lineage: int) -> str:
@@ -112,12 +114,12 @@ class Publisher(Actor):
         self._staged = (digest, tensors, version, lineage)
         return digest
 
-    @call(Trainer.restage)
-    async def restage(self, manifest: str) -> Restaged:
+    @call(Trainer.restage_version)
+    async def restage(self, manifest: str) -> RestageResult:
         digest, tensors, version, lineage = self._staged
         if digest != manifest:
-            return Restaged(False)
-        return Restaged(await self._write(tensors, version, lineage) == digest)
+            return RestageResult(False)
+        return RestageResult(await self._write(tensors, version, lineage) == digest)
 
     def identity(self) -> str:
         return contents.identity_of(self.tensors)
@@ -127,7 +129,7 @@ class Receiver:
     """Holds tensors that versions are received into, as an engine does."""
 
     def __init__(self, mesh: Mesh, job: str) -> None:
-        self._receiver = receive.Receiver(mesh, BulkClient(mesh), follows=True)
+        self._receiver = receiver.WeightReceiver(mesh, BulkClient(mesh), wants_deltas=True)
         self.tensors: Tensors = {}
         self._beside: Tensors = {}
 
@@ -151,7 +153,7 @@ class Receiver:
             "ended": ended,
             "took_s": ended - began,
             "cpu_s": time.process_time() - used,
-            "copies_per_byte": image.copied_bytes / max(1, image.bytes),
+            "copies_per_byte": image.copied_bytes / max(1, image.size_bytes),
         }
 
     def identity(self) -> str:
@@ -181,7 +183,7 @@ class Receiver:
         mapped = [np.memmap(path, np.uint8, "r") for path in files]
         began, used = time.monotonic(), time.process_time()
         for content in mapped:
-            digest_of(content.data)
+            compute_digest(content.data)
         hashed = time.process_time()
         for content in mapped:
             hashlib.sha256(content.data).digest()

@@ -20,12 +20,12 @@ from loadtests.measuring.entry import tell
 from loadtests.measuring.models import submission
 from loadtests.weights import models
 from loadtests.weights.members.orders import obey
-from meshrl.common.api.engine import Attach, Engine, Finish, Tokens
-from meshrl.common.generation.builtin.build import build
+from meshrl.common.api.engine import AttachStream, Engine, FinishReason, TokenBatch
+from meshrl.common.generation.builtin.engine_builder import build_engine
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.services.engine.running import SWITCH_S, ThreadDriver, follow
+from meshrl.services.engine.role_process import SWITCH_INTERVAL_S, ThreadDriver, follow_versions
 from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS, EngineService
-from meshrl.services.engine.weights.versions import Versions
+from meshrl.services.engine.weights.version_receiver import VersionReceiver
 
 SLOTS, LENGTH = 8, 4096
 PROMPT = [1, 2, 3, 4]
@@ -37,10 +37,10 @@ class Serving:
     def __init__(self, mesh: Mesh, job: str, model: str) -> None:
         self._mesh, self._job, self._model = mesh, job, model
         self._driver = ThreadDriver(asyncio.get_running_loop())
-        self._engine = build(
+        self._engine = build_engine(
             models.MODELS[model], SLOTS, LENGTH, steps=FLUSH_STEPS, budget_s=FLUSH_S
         )
-        self._service = EngineService(mesh, self._engine, self._driver.deliver)
+        self._service = EngineService(mesh, self._engine, self._driver.call_on_loop)
         self._following: asyncio.Task[None] | None = None
 
     def stats(self) -> dict[str, Any]:
@@ -51,8 +51,8 @@ class Serving:
         at = time.monotonic()
         self._driver.start(self._service)
         await self._mesh.join(self._service, stats=self.stats)
-        versions = Versions(self._mesh, self._job)
-        following = follow(self._mesh, self._service, self._job, versions, look_s)
+        versions = VersionReceiver(self._mesh, self._job)
+        following = follow_versions(self._mesh, self._service, self._job, versions, look_s)
         self._following = asyncio.create_task(following)
         self._following.add_done_callback(self._ended)
         return at
@@ -78,11 +78,11 @@ class Serving:
 
             def put(tensors: Any = tensors, version: int = version) -> float:
                 began = time.monotonic()
-                self._engine.swap(tensors, version)
+                self._engine.update_weights(tensors, version)
                 return time.monotonic() - began
 
             took.append(
-                await self._service.commands.between_steps(put, "a version to be put in place")
+                await self._service.commands.run_between_steps(put, "a version to be put in place")
             )
         return took
 
@@ -121,29 +121,32 @@ class Shard:
             await self._attached[engine].wait()
 
     async def _listen(self, engine: str) -> None:
-        asked = Attach(self._owner, self._mesh.incarnation)
+        asked = AttachStream(self._owner, self._mesh.incarnation)
         async for flush in self._mesh.ref(engine).stream(Engine.attach, asked):
             self._attached[engine].set()
             self._note(self._heard[engine], flush)
 
-    def _note(self, heard: Heard, flush: Tokens) -> None:
+    def _note(self, heard: Heard, flush: TokenBatch) -> None:
         now, start = time.monotonic(), 0
         if len(flush.tokens):
             heard.at.append(now)
             heard.tokens += len(flush.tokens)
-            heard.versions.append(int(flush.versions.max()))
+            heard.versions.append(int(flush.token_versions.max()))
             newest = heard.versions[-1] >= self._wanted
             if self._first is not None and not self._first.done() and newest:
                 self._first.set_result(now)
         for request, count, finish in zip(
-            flush.ids.tolist(), flush.counts.tolist(), flush.finish.tolist(), strict=True
+            flush.request_ids.tolist(),
+            flush.token_counts.tolist(),
+            flush.finish_reasons.tolist(),
+            strict=True,
         ):
             part = slice(start, start + count)
             start += count
             said = zip(
                 flush.tokens[part].tolist(),
                 flush.logprobs[part].tolist(),
-                flush.versions[part].tolist(),
+                flush.token_versions[part].tolist(),
                 strict=True,
             )
             self._said.setdefault(request, []).extend(said)
@@ -180,7 +183,7 @@ class Shard:
             "tokens": tokens,
             "logprobs": logprobs,
             "versions": versions,
-            "finish": Finish(finish).name,
+            "finish": FinishReason(finish).name,
         }
 
     async def first_token(self, engine: str, version: int, within_s: float = 120.0) -> float:
@@ -214,7 +217,7 @@ class Shard:
 
 async def main(which: str, name: str, job: str, *words: str) -> None:
     torch.set_num_threads(1)
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     kind = which if which == "engine" else "rollout"
     mesh = await Mesh.open(name, kind, MeshSettings.from_env(), job)
     member: object

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from meshrl.job.checks.machine import all_checks as checks
-from meshrl.job.checks.machine import devices, programs
-from meshrl.job.checks.machine.together import raise_all
-from meshrl.job.loaded import Check, JobFile
-from meshrl.launch.checks import redis_server
-from meshrl.launch.checks.addresses import bind, metrics
+from meshrl.job.checks.host import all_checks as checks
+from meshrl.job.checks.host import devices, programs
+from meshrl.job.checks.host.error_texts import raise_combined
+from meshrl.job.job_file import Check, JobFile
+from meshrl.launch.checks import redis_checks
+from meshrl.launch.checks.address_checks import check_bind_address, check_metrics_ports
 
-OF_THE_MESH: tuple[Check, ...] = (devices.present, bind, metrics, redis_server.answers)
-OF_THE_HOST: tuple[Check, ...] = (programs.isolation,)  # the mesh has this one alone
+MESH_CHECKS: tuple[Check, ...] = (
+    devices.check_devices,
+    check_bind_address,
+    check_metrics_ports,
+    redis_checks.check_redis,
+)
+HOST_CHECKS: tuple[Check, ...] = (programs.check_isolation,)  # the mesh has this one alone
 
 
-def check(job: JobFile) -> None:
+def check_job_and_mesh(job: JobFile) -> None:
     """Return if the job and a mesh for it can start, as far as this host can tell; else raise the
     error of the only check that failed, or a ConfigError with the texts of all that did.
     """
-    checks.check(job, OF_THE_HOST + OF_THE_MESH)
+    checks.check_host(job, HOST_CHECKS + MESH_CHECKS)
 
 
 def check_mesh(job: JobFile) -> None:
     """Check the mesh alone, for a job that has begun."""
-    raise_all(checks.failures(OF_THE_MESH, job))
+    raise_combined(checks.collect_errors(MESH_CHECKS, job))

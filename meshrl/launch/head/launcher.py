@@ -17,102 +17,104 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.common.base.errors import Refused
-from meshrl.common.base.files import damage
-from meshrl.common.base.files.home import BYTES as PROBE_BYTES
-from meshrl.common.base.files.home import make as make_home
-from meshrl.common.base.host.settings import OFF, SECRET_BYTES, MeshSettings
-from meshrl.common.mesh.process.handle import Child
-from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
-from meshrl.common.mesh.process.supervision.ended import forget_all
+from meshrl.common.base.files import corruption
+from meshrl.common.base.files.run_host import PROBE_BYTES as PROBE_BYTES
+from meshrl.common.base.files.run_host import create_run_host as make_home
+from meshrl.common.base.host.settings import METRICS_OFF, SECRET_BYTES, MeshSettings
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.output.streams import install_lossy_output
+from meshrl.common.mesh.process.supervision.exit_reports import clear_last_exits
 from meshrl.common.state import events, registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.pool.store.store import write_settings
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.pool.store.pool_rows import write_settings
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.server import home
-from meshrl.common.state.server.rollback import JobMark
-from meshrl.directory.joined import joined_hosts
-from meshrl.directory.kept import KeptDocument, keep
-from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.background import run_program
-from meshrl.launch.foreground import AGAIN, ENDED, begun
-from meshrl.launch.head import from_copy, trimming
-from meshrl.launch.head.admitting import Admitting
-from meshrl.launch.head.head import HeadNetwork, told_to_hosts
-from meshrl.launch.head.restoring import put_all_back
-from meshrl.launch.head.shape import POOL, MeshShape, pool_of
-from meshrl.launch.holding import interruptible
-from meshrl.launch.outward.outward import outward
-from meshrl.launch.redis.server import MeshRedis
-from meshrl.launch.redis.serving import RedisAddresses
-from meshrl.launch.root import RootProcess
-from meshrl.launch.services import plan
-from meshrl.launch.services.services import BUDGET, GRACE_S
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.server_state import run_host
+from meshrl.common.state.server_state.rollback import JobWatermark
+from meshrl.directory.directory_paths import MeshPaths, write_json
+from meshrl.directory.joined_hosts import read_joined_hosts
+from meshrl.directory.watched_documents import WatchedDocument, watch_documents
+from meshrl.launch.directory_lock import handle_stop_signals
+from meshrl.launch.foreground import EXIT_OK, EXIT_RETRY, start_unless_stopped
+from meshrl.launch.head import durable_restore, event_trimming
+from meshrl.launch.head.head_network import HeadNetwork, describe_mesh
+from meshrl.launch.head.host_admission import HostAdmission
+from meshrl.launch.head.job_restore import restore_all_jobs
+from meshrl.launch.head.mesh_shape import POOL_FILE, MeshShape, read_pool_settings
+from meshrl.launch.monitoring.health_endpoint import serve_health
+from meshrl.launch.redis.mesh_redis import MeshRedis
+from meshrl.launch.redis.redis_configuration import RedisAddresses
+from meshrl.launch.root_process import RootProcess
+from meshrl.launch.root_program import run_root_program
+from meshrl.launch.services import service_plan
+from meshrl.launch.services.service_supervisor import GRACE_S, RESTART_BUDGET
 
 T = TypeVar("T")
 
-BACK_TRIES = 3  # times that Redis may go back again before the mesh has
+MAX_RECOVERY_TRIES = 3  # times that Redis may go back again before the mesh has
 
 
 class Launcher(RootProcess):
     def __init__(
-        self, place: MeshPlace, shape: MeshShape, pool: PoolSettings | None = None
+        self, mesh_paths: MeshPaths, shape: MeshShape, pool: PoolSettings | None = None
     ) -> None:
         """`pool`: its settings; None: as they were when the mesh was started last."""
-        super().__init__(place)
+        super().__init__(mesh_paths)
         self.shape, self._pool = shape, pool
-        self._starts = False  # it may have processes
+        self._may_have_processes = False  # it may have processes
         self._secret = secrets.token_hex(SECRET_BYTES)
-        self._head = HeadNetwork.new(place, shape.listen) if shape.listen else None
+        self._head_network = HeadNetwork.create(mesh_paths, shape.listen) if shape.listen else None
         self._redis = MeshRedis(
-            *(self.host, self.clock, place, self._secret, BUDGET, self._services),
-            self._redis_went_back,
-            self._head.network(self._secret, shape.advertise) if self._head else None,
+            *(self.host, self.clock, mesh_paths, self._secret, RESTART_BUDGET, self._services),
+            self._on_redis_rollback,
+            self._head_network.make_redis_network(self._secret, shape.advertise)
+            if self._head_network
+            else None,
         )
         self._tasks: list[asyncio.Task[Any]] = []
-        self._going_back: asyncio.Task[None] | None = None
-        self._failed_back = 0  # times in a row that the mesh could not
-        self._back_again = ""  # why, if Redis went back while the mesh was not up
+        self._recovery: asyncio.Task[None] | None = None
+        self._failed_recoveries = 0  # times in a row that the mesh could not
+        self._pending_recovery_reason = ""  # why, if Redis went back while the mesh was not up
 
-    async def start(self, begin: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def start(self, before_services: Callable[[], Awaitable[None]] | None = None) -> None:
         """Returns when every service has registered; on any error nothing is left running.
 
         `begin` is awaited when Redis answers and no service runs yet.
         """
-        self._hold.take()
-        self._starts = True
+        self._directory_lock.acquire()
+        self._may_have_processes = True
         try:
             await self._services.prepare()
-            await self._refuse_a_second_mesh(await self._redis.connect())
-            await self._redis.admit()
-            self._write_settings(self._redis.told)
-            self.state = await State.open(self._redis.url)
-            await self._tell_home()
-            self._services.tell(self.state, self.settings.host)
-            await forget_all(self.state)
-            if self._redis.returning:
-                await put_all_back(self.state, self._redis.known, needed=False)
-            if begin is not None:
-                await begin()
-            if self._redis.returning:
-                await self._redis.returned()
+            await self._require_single_mesh(await self._redis.connect())
+            await self._redis.open_to_mesh()
+            self._write_settings(self._redis.addresses)
+            self.state = await StateClient.open(self._redis.url)
+            await self._publish_run_host()
+            self._services.connect_state(self.state, self.settings.host)
+            await clear_last_exits(self.state)
+            if self._redis.is_restoring:
+                await restore_all_jobs(self.state, self._redis.watermark, required=False)
+            if before_services is not None:
+                await before_services()
+            if self._redis.is_restoring:
+                await self._redis.finish_restore()
             await write_settings(self.state, self.pool)
-            if self._head is not None:
-                about = partial(told_to_hosts, self._redis.told, self.settings)
+            if self._head_network is not None:
+                about = partial(describe_mesh, self._redis.addresses, self.settings)
                 who = self._redis, about, self.pool.gone_s, self.settings.host
-                hosts = Admitting(self.place, self.state, self.clock, *who)
+                hosts = HostAdmission(self.mesh_paths, self.state, self.clock, *who)
                 admitting = asyncio.create_task(hosts.run(), name="admit hosts")
-                self._services.watch(admitting, "admit hosts")
+                self._services.watch_task(admitting, "admit hosts")
                 self._tasks.append(admitting)
-            await self._services.start(self._planned())
-            names = {service.name for service in self._planned()}
-            await self._services.registered(names, self.shape.workers)
-            trimmed = trimming.trim_forever(self.state, self.clock)
+            await self._services.start(self._plan_services())
+            names = {service.name for service in self._plan_services()}
+            await self._services.wait_until_registered(names, self.shape.workers)
+            trimmed = event_trimming.trim_forever(self.state, self.clock)
             self._tasks.append(asyncio.create_task(trimmed, name="trim events"))
-            self._hold.tell(ready=True)
-            if self._going_back is None:
-                self._go_back_again()
+            self._directory_lock.set_ready(ready=True)
+            if self._recovery is None:
+                self._start_pending_recovery()
         except BaseException:
             await self.stop()
             raise
@@ -130,15 +132,15 @@ class Launcher(RootProcess):
         if hasattr(self, "state"):
             await self.state.close()
         await self._redis.stop()
-        if self._hold.held:
-            self._starts = False  # what there is from now on may be another mesh's
-            self._hold.give_back()
+        if self._directory_lock.is_locked:
+            self._may_have_processes = False  # what there is from now on may be another mesh's
+            self._directory_lock.release()
 
-    async def ask_redis(self, question: Callable[[State], Awaitable[T]]) -> T:
+    async def query_redis(self, query: Callable[[StateClient], Awaitable[T]]) -> T:
         """The answer of the mesh's Redis, which runs for as long as that takes and no longer."""
-        self._hold.take()
+        self._directory_lock.acquire()
         try:
-            return await question(await self._redis.connect())
+            return await query(await self._redis.connect())
         finally:
             await self.stop()
 
@@ -146,18 +148,18 @@ class Launcher(RootProcess):
         """Ends everything but Redis and the nursery, in reverse order of the start: the books are
         final then.
         """
-        going_back, self._going_back = self._going_back, None
+        going_back, self._recovery = self._recovery, None
         if going_back is not None:
             going_back.cancel()
             await asyncio.wait([going_back], timeout=GRACE_S)
-        await self._services.stop(nursery=False)
-        if self._starts:
-            await self._services.end_leftovers()
+        await self._services.stop(fork_server=False)
+        if self._may_have_processes:
+            await self._services.kill_leftovers()
 
-    def start_program(self, argv: list[str], name: str) -> Child:
+    def start_program(self, argv: list[str], name: str) -> ChildProcess:
         """Start a program of MeshRL's that is no service: a fork of the nursery while it runs."""
-        environment = self._services.nursery_environment
-        return self.host.spawn(argv, name=name, env=environment, log=self.place.log(name))
+        environment = self._services.fork_environment
+        return self.host.spawn(argv, name=name, env=environment, log=self.mesh_paths.log_path(name))
 
     def kill(self) -> None:
         if self._redis.supervisor is not None:
@@ -166,100 +168,106 @@ class Launcher(RootProcess):
         self._services.kill_now()
 
     @property
-    def hindered(self) -> str:
+    def unready_reason(self) -> str:
         """Why it does not do its work now; empty: it does."""
-        if self._going_back is not None:
+        if self._recovery is not None:
             return "Redis is not as it was, and all that acted on it starts anew"
         if (supervisor := self._redis.supervisor) is not None and not supervisor.children:
             return "redis is down"
-        return super().hindered
+        return super().unready_reason
 
     @property
-    def pids(self) -> dict[int, str]:
+    def process_names(self) -> dict[int, str]:
         """The launcher, Redis and the services that run now, by pid."""
         found = {os.getpid(): "meshrl"}
         if self._redis.supervisor is not None:
             found |= {child.pid: name for name, child in self._redis.supervisor.children.items()}
         return found | {child.pid: name for name, child in self._services.children}
 
-    def seen(self, job: str) -> JobMark:
+    def find_watermark(self, job: str) -> JobWatermark:
         """How far a job has come by all that tells of it; the mark of nothing when nothing does."""
-        return self._redis.known.jobs.get(job, JobMark())
+        return self._redis.watermark.jobs.get(job, JobWatermark())
 
     # When the state goes back
 
     @property
-    def going_back(self) -> bool:
+    def is_restoring_state(self) -> bool:
         """Whether Redis has lost what it had, and the jobs are being put back."""
-        return self._going_back is not None or bool(self._back_again)
+        return self._recovery is not None or bool(self._pending_recovery_reason)
 
-    def _redis_went_back(self, why: str) -> None:
+    def _on_redis_rollback(self, reason: str) -> None:
         """Redis is not what it was: nobody is let in, and what has acted on it starts anew."""
-        self._back_again = why
-        if self._going_back is None and self._services.running:
-            self._go_back_again()
+        self._pending_recovery_reason = reason
+        if self._recovery is None and self._services.is_running:
+            self._start_pending_recovery()
 
-    def _go_back_again(self) -> None:
+    def _start_pending_recovery(self) -> None:
         """If Redis went back, perhaps while the mesh could not."""
-        why, self._back_again = self._back_again, ""
+        why, self._pending_recovery_reason = self._pending_recovery_reason, ""
         if why:
-            self._going_back = asyncio.create_task(self._go_back(why), name="go back")
-            self._going_back.add_done_callback(partial(self._gone_back, why))
+            self._recovery = asyncio.create_task(self._recover(why), name="go back")
+            self._recovery.add_done_callback(partial(self._on_recovery_done, why))
 
-    async def _go_back(self, why: str) -> None:
+    async def _recover(self, reason: str) -> None:
         await self._services.kill()
-        await self._redis.begin_anew(why)
-        await self._redis.readmit()
-        await self._tell_home()
-        await put_all_back(self.state, self._redis.known, needed=True)
+        await self._redis.start_empty(reason)
+        await self._redis.reopen_to_mesh()
+        await self._publish_run_host()
+        await restore_all_jobs(self.state, self._redis.watermark, required=True)
         await write_settings(self.state, self.pool)
-        await self._redis.returned()
+        await self._redis.finish_restore()
         await self._services.prepare()
-        await self._services.start(self._planned())
+        await self._services.start(self._plan_services())
 
-    def _gone_back(self, why: str, task: asyncio.Task[None]) -> None:
-        if self._going_back is not task:  # the mesh stops
+    def _on_recovery_done(self, reason: str, task: asyncio.Task[None]) -> None:
+        if self._recovery is not task:  # the mesh stops
             return
-        self._going_back = None
+        self._recovery = None
         if task.cancelled():
             return
         error = task.exception()
-        self._failed_back = self._failed_back + 1 if error is not None else 0
-        if error is not None and (not self._back_again or self._failed_back > BACK_TRIES):
+        self._failed_recoveries = self._failed_recoveries + 1 if error is not None else 0
+        if error is not None and (
+            not self._pending_recovery_reason or self._failed_recoveries > MAX_RECOVERY_TRIES
+        ):
             self._services.fail(
-                f"redis is not as it was ({why}), and the mesh cannot go on: {error}"
+                f"redis is not as it was ({reason}), and the mesh cannot go on: {error}"
             )
         else:
-            self._go_back_again()
+            self._start_pending_recovery()
 
     # Parts of the start
 
-    async def _refuse_a_second_mesh(self, state: State) -> None:
+    async def _require_single_mesh(self, state: StateClient) -> None:
         """A Redis belongs to one mesh: with a shared one, another mesh may be there already."""
-        joined = joined_hosts(self.place)
-        alive = [e for e in await registry.entries(state) if e.alive and e.host not in joined]
-        if embedded.configured_url() and alive and alive[0].run_root != str(self.place.root):
+        joined = read_joined_hosts(self.mesh_paths)
+        alive = [e for e in await registry.list_entries(state) if e.alive and e.host not in joined]
+        if (
+            embedded_server.read_configured_url()
+            and alive
+            and alive[0].run_root != str(self.mesh_paths.root)
+        ):
             raise Refused(
                 f"another mesh ({alive[0].run_root}) lives in "
-                f"{embedded.without_password(embedded.configured_url())}",
+                f"{embedded_server.redact_password(embedded_server.read_configured_url())}",
                 fix="Stop it with `meshrl down`, or use another Redis",
             )
         for entry in alive:  # left by an earlier launcher, whose processes have just been ended
             await registry.evict(state, entry.name, entry.incarnation)
 
-    async def _tell_home(self) -> None:
+    async def _publish_run_host(self) -> None:
         """Says where the runs are at home, and how another host finds out whether it sees them."""
         content = secrets.token_bytes(PROBE_BYTES)
-        made = make_home(self.settings.host, self.place.root, content)
-        await home.tell(self.state, made)
-        if self._head is None:
-            await doors.admit_alone(self.state, self.settings.host)
+        made = make_home(self.settings.host, self.mesh_paths.root, content)
+        await run_host.write_run_host(self.state, made)
+        if self._head_network is None:
+            await credentials.admit_only(self.state, self.settings.host)
 
-    def _write_settings(self, told: RedisAddresses) -> None:
+    def _write_settings(self, addresses: RedisAddresses) -> None:
         shape = self.shape
         self.settings = MeshSettings(
-            redis_url=told.url,
-            run_root=str(self.place.root),
+            redis_url=addresses.url,
+            run_root=str(self.mesh_paths.root),
             bind=shape.bind,
             advertise=shape.advertise,
             metrics=shape.metrics,
@@ -268,81 +276,85 @@ class Launcher(RootProcess):
             rate_up=shape.rate_up,
             rate_down=shape.rate_down,
         )
-        if self._head is not None:
-            self._head.keep(self.place, self._secret)
-            self.settings = self._head.settings(told, self.settings)
-        self.settings.to_file(self.place.settings)
-        write_json(self.place.shape, asdict(shape))
-        self.pool = self._pool or pool_of(self.place)
-        write_json(self.place.directory / POOL, asdict(self.pool))
-        self._tasks.append(asyncio.create_task(self._keep_files(), name="keep files"))
+        if self._head_network is not None:
+            self._head_network.write_owner(self.mesh_paths, self._secret)
+            self.settings = self._head_network.make_settings(addresses, self.settings)
+        self.settings.to_file(self.mesh_paths.settings)
+        write_json(self.mesh_paths.shape, asdict(shape))
+        self.pool = self._pool or read_pool_settings(self.mesh_paths)
+        write_json(self.mesh_paths.directory / POOL_FILE, asdict(self.pool))
+        self._tasks.append(asyncio.create_task(self._watch_files(), name="keep files"))
 
-    async def _keep_files(self) -> None:
+    async def _watch_files(self) -> None:
         """Puts the mesh's own files back when they are damaged: what starts again reads them."""
-        place = self.place
+        place = self.mesh_paths
 
         def write(path: Path, content: dict[str, Any]) -> None:
             self.settings.to_file(path)
 
         async def tell(told: dict[str, Any]) -> None:
-            await events.append(self.state, damage.EVENT, told)
+            await events.append(self.state, corruption.CORRUPTION_EVENT, told)
 
-        own = (place.shape, place.directory / POOL, place.launcher)
-        documents = [KeptDocument("mesh", path, place.root) for path in own]
-        documents.append(KeptDocument("mesh", place.settings, place.root, write=write))
-        await keep(documents, self.clock, tell)
+        own = (place.shape, place.directory / POOL_FILE, place.launcher)
+        documents = [WatchedDocument("mesh", path, place.root) for path in own]
+        documents.append(WatchedDocument("mesh", place.settings, place.root, write=write))
+        await watch_documents(documents, self.clock, tell)
 
-    def _planned(self) -> list[plan.Service]:
+    def _plan_services(self) -> list[service_plan.ServiceSpec]:
         shape = self.shape
-        found = plan.services(shape.workers, shape.device, self.settings.host, shape.takes)
-        if shape.gateway != OFF:
-            found.append(plan.gateway(shape.gateway, shape.advertise))
+        found = service_plan.plan_services(
+            shape.workers, shape.device, self.settings.host, shape.takes
+        )
+        if shape.gateway != METRICS_OFF:
+            found.append(service_plan.make_gateway(shape.gateway, shape.advertise))
         return found
 
 
-async def serve(
+async def serve_mesh(
     root: Path,
     shape: MeshShape,
     pool: PoolSettings,
-    health: str = "",
-    ready: Callable[[], None] = lambda: None,
+    health_address: str = "",
+    on_ready: Callable[[], None] = lambda: None,
 ) -> int:
     """`meshrl up`: a mesh that runs until SIGTERM, recording each job that is submitted to it; the
     exit status. `health`: HOST:PORT, where it answers for this host as a whole and for the mesh;
     empty: nowhere. `ready` is called when all services are there.
     """
-    outlive_a_full_disk()
+    install_lossy_output()
     stop = asyncio.Event()
-    launcher = Launcher(MeshPlace(root), shape, pool)
-    interruptible(stop, launcher.kill)
-    async with outward(launcher, stop, health, head=True):
-        return await _served(launcher, stop, ready)
+    launcher = Launcher(MeshPaths(root), shape, pool)
+    handle_stop_signals(stop, launcher.kill)
+    async with serve_health(launcher, stop, health_address, is_head=True):
+        return await _run_until_stopped(launcher, stop, on_ready)
 
 
-async def _served(launcher: Launcher, stop: asyncio.Event, ready: Callable[[], None]) -> int:
-    from meshrl.view.records import record_all
+async def _run_until_stopped(
+    launcher: Launcher, stop: asyncio.Event, on_ready: Callable[[], None]
+) -> int:
+    from meshrl.view.job_recorders import record_all
 
-    brought = from_copy.to_put_back(launcher.place)
+    brought = durable_restore.make_pending_restore(launcher.mesh_paths)
     begin = (lambda: brought(launcher.state)) if brought is not None else None
-    if not await begun(launcher.start(begin), stop):
-        return ENDED
+    if not await start_unless_stopped(launcher.start(begin), stop):
+        return EXIT_OK
     recording = asyncio.create_task(record_all(launcher, stop))
     ends = [asyncio.create_task(event.wait()) for event in (stop, launcher.failed)]
     try:
-        ready()
+        on_ready()
         await asyncio.wait([*ends, recording], return_when=asyncio.FIRST_COMPLETED)
         stop.set()
         await recording
     finally:
         await launcher.stop()
     if launcher.failed.is_set():
-        print(f"error: {launcher.why}", file=sys.stderr, flush=True)
-    return AGAIN if launcher.failed.is_set() else ENDED
+        print(f"error: {launcher.failure_reason}", file=sys.stderr, flush=True)
+    return EXIT_RETRY if launcher.failed.is_set() else EXIT_OK
 
 
 if __name__ == "__main__":
-    run_program(
+    run_root_program(
         "meshrl.launch.head.launcher",
-        lambda a: serve(a.root, MeshShape(**a.shape), PoolSettings(**a.pool), a.health),
+        lambda a: serve_mesh(a.root, MeshShape(**a.shape), PoolSettings(**a.pool), a.health),
         *("--shape", "--pool"),
     )

@@ -1,1 +1,3 @@
-"""A host that joins a mesh: how it joins, runs, comes back and leaves. Open `hosting.py` first."""
+"""A host that joins a mesh: how it joins, runs, comes back and leaves. Open `host_launcher.py`
+first.
+"""

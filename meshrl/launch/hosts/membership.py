@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.files import documents
-from meshrl.common.base.host.settings import new_host
-from meshrl.common.mesh.access.line import Line
-from meshrl.common.mesh.access.ticket import Ticket
+from meshrl.common.base.host.settings import generate_host_name
+from meshrl.common.mesh.access.access_token import AccessToken
+from meshrl.common.mesh.access.gateway_connection import GatewayConnection
 from meshrl.common.mesh.transport.keys import KeyPair
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.directory_paths import MeshPaths
 
-REPAIR = (
+REPAIR_HINT = (
     "`meshrl down` here, then join from a new directory with a token; `meshrl keys revoke` at "
     "the head makes it forget what this host was"
 )
-AUTHORITY = "authority.pem"  # in the mesh's directory: the certificate that Redis' is signed with
+CA_FILE_NAME = (
+    "authority.pem"  # in the mesh's directory: the certificate that Redis' is signed with
+)
 
 
 @dataclass(frozen=True)
@@ -36,41 +38,41 @@ class Membership:
     invitation: str = field(default="", repr=False)
 
     @classmethod
-    def new(cls, token: Ticket) -> Membership:
-        secret = KeyPair.new().secret.decode()
-        return cls(new_host(), token.address, token.gateway, secret, token.secret)
+    def create(cls, token: AccessToken) -> Membership:
+        secret = KeyPair.generate().secret.decode()
+        return cls(generate_host_name(), token.address, token.gateway, secret, token.secret)
 
     @property
-    def ticket(self) -> Ticket:
+    def member_token(self) -> AccessToken:
         """By which it asks the gateway as a member."""
-        return Ticket(self.address, self.gateway, self.secret)
+        return AccessToken(self.address, self.gateway, self.secret)
 
     @property
-    def token(self) -> Ticket:
+    def invitation_token(self) -> AccessToken:
         """By which it asks to become one."""
-        return Ticket(self.address, self.gateway, self.invitation)
+        return AccessToken(self.address, self.gateway, self.invitation)
 
     @property
-    def public(self) -> str:
+    def public_key(self) -> str:
         """The public half of its own key. ConfigError."""
         try:
-            return KeyPair.of(self.secret.encode()).public.decode()
+            return KeyPair.from_secret(self.secret.encode()).public.decode()
         except ValueError as error:
-            raise ConfigError(f"this host's own key is none: {error}", fix=REPAIR) from None
+            raise ConfigError(f"this host's own key is none: {error}", fix=REPAIR_HINT) from None
 
-    def at(self, address: str) -> Membership:
+    def with_address(self, address: str) -> Membership:
         """The same, of a gateway that is reached elsewhere; nowhere else for an empty address."""
         return replace(self, address=address) if address else self
 
-    def write(self, place: MeshPlace) -> None:
+    def write(self, mesh_paths: MeshPaths) -> None:
         """For this user's eyes alone."""
-        documents.write(place.membership, asdict(self))
+        documents.write(mesh_paths.membership, asdict(self))
 
 
 @asynccontextmanager
-async def gateway_line(ticket: Ticket) -> AsyncIterator[Line]:
+async def connect_gateway(token: AccessToken) -> AsyncIterator[GatewayConnection]:
     """A line to the gateway of a mesh, which is open in the block."""
-    line = Line(ticket)
+    line = GatewayConnection(token)
     line.open()
     try:
         yield line
@@ -78,18 +80,20 @@ async def gateway_line(ticket: Ticket) -> AsyncIterator[Line]:
         await line.close()
 
 
-def known(place: MeshPlace) -> Membership | None:
+def read_membership(mesh_paths: MeshPaths) -> Membership | None:
     """That of the host with this directory; None when it has none. Damaged."""
-    path = place.membership
+    path = mesh_paths.membership
     try:
-        return Membership(**documents.read(path, REPAIR))
+        return Membership(**documents.read(path, REPAIR_HINT))
     except FileNotFoundError:
         return None
     except TypeError as error:
-        raise documents.damaged(path, f"it is no membership: {error}", REPAIR) from error
+        raise documents.make_corrupt_error(
+            path, f"it is no membership: {error}", REPAIR_HINT
+        ) from error
 
 
-def forget(place: MeshPlace) -> None:
-    own = (place.settings, place.membership, place.shape, place.leaving)
-    for path in (*own, place.directory / AUTHORITY):
+def delete_membership(mesh_paths: MeshPaths) -> None:
+    own = (mesh_paths.settings, mesh_paths.membership, mesh_paths.shape, mesh_paths.leave_marker)
+    for path in (*own, mesh_paths.directory / CA_FILE_NAME):
         path.unlink(missing_ok=True)

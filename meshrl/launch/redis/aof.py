@@ -13,9 +13,9 @@ from pathlib import Path
 
 from meshrl.common.base.checksum import Checksummer
 
-FOLDER = "appendonlydir"
-MANIFEST = "appendonly.aof.manifest"
-BLOCK = 1 << 20  # bytes that are read at a time
+AOF_DIRECTORY = "appendonlydir"
+AOF_MANIFEST = "appendonly.aof.manifest"
+READ_BYTES = 1 << 20  # bytes that are read at a time
 
 
 @dataclass(frozen=True)
@@ -26,88 +26,89 @@ class Extent:
     checksum: str  # hexadecimal
 
 
-class Follower:
+class AofFollower:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[str, tuple[int, Checksummer]] = {}
-        self._looking = threading.Lock()  # one that was given up goes on in its thread
+        self._checksums: dict[str, tuple[int, Checksummer]] = {}
+        self._read_lock = threading.Lock()  # one that was given up goes on in its thread
 
-    def look(self) -> dict[str, Extent]:
+    def read_extents(self) -> dict[str, Extent]:
         """The files that are in use, as far as they are written now; none where Redis has written
         nothing. OSError when one cannot be read.
         """
-        with self._looking:
-            return self._look()
+        with self._read_lock:
+            return self._read_extents()
 
-    def _look(self) -> dict[str, Extent]:
-        parts = _parts(self._directory)
-        self._read = {name: read for name, read in self._read.items() if name in parts}
+    def _read_extents(self) -> dict[str, Extent]:
+        parts = _read_manifest(self._directory)
+        self._checksums = {name: read for name, read in self._checksums.items() if name in parts}
         for name in parts:
-            path = self._directory / FOLDER / name
-            length, summed = self._read.get(name, (0, Checksummer()))
+            path = self._directory / AOF_DIRECTORY / name
+            length, summed = self._checksums.get(name, (0, Checksummer()))
             if path.stat().st_size < length:  # it takes back what a full disk has cut short
                 length, summed = 0, Checksummer()
-            self._read[name] = _extended(path, length, summed)
+            self._checksums[name] = _extend_checksum(path, length, summed)
         return {
-            name: Extent(at, summed.checksum.hex()) for name, (at, summed) in self._read.items()
+            name: Extent(at, summed.checksum.hex())
+            for name, (at, summed) in self._checksums.items()
         }
 
 
-def holds(directory: Path, extents: Mapping[str, Extent]) -> bool:
+def has_extents(directory: Path, extents: Mapping[str, Extent]) -> bool:
     """Whether each file has its length at least, or is gone. OSError."""
-    paths = {directory / FOLDER / name: extent.length for name, extent in extents.items()}
+    paths = {directory / AOF_DIRECTORY / name: extent.length for name, extent in extents.items()}
     return all(not path.is_file() or path.stat().st_size >= n for path, n in paths.items())
 
 
-def differs(directory: Path, extents: Mapping[str, Extent]) -> str:
+def explain_difference(directory: Path, extents: Mapping[str, Extent]) -> str:
     """Why the file below `directory` does not begin with what it held; empty when it does.
 
     A part that has been rewritten since has a successor of a higher number.
     """
-    parts = _parts(directory)
+    parts = _read_manifest(directory)
     for name, extent in extents.items():
         if name not in parts:
-            kind, number = _kind(name), _number(name)
-            if any(_kind(other) == kind and _number(other) > number for other in parts):
+            kind, number = _parse_kind(name), _parse_number(name)
+            if any(_parse_kind(other) == kind and _parse_number(other) > number for other in parts):
                 continue
             return f"{name} is no part of it any more"
-        path = directory / FOLDER / name
+        path = directory / AOF_DIRECTORY / name
         size = path.stat().st_size if path.is_file() else 0
         if size < extent.length:
             return f"{name} has {size} bytes, and had {extent.length}"
-        read, summed = _extended(path, 0, Checksummer(), extent.length)
+        read, summed = _extend_checksum(path, 0, Checksummer(), extent.length)
         if read != extent.length or summed.checksum.hex() != extent.checksum:
             return f"{name} does not hold what was written"
     return ""
 
 
-def _parts(directory: Path) -> list[str]:
+def _read_manifest(directory: Path) -> list[str]:
     """The files that the manifest names: a base, and what followed it."""
-    path = directory / FOLDER / MANIFEST
+    path = directory / AOF_DIRECTORY / AOF_MANIFEST
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     words = [line.split() for line in lines]
     return [w[1] for w in words if len(w) >= 6 and w[0] == "file" and w[5] in ("b", "i")]
 
 
-def _kind(name: str) -> str:
+def _parse_kind(name: str) -> str:
     """`base` or `incr`: appendonly.aof.3.incr.aof."""
     return name.split(".")[-2]
 
 
-def _number(name: str) -> int:
+def _parse_number(name: str) -> int:
     return int(name.split(".")[-3])
 
 
-def _extended(
-    path: Path, start: int, summed: Checksummer, end: int | None = None
+def _extend_checksum(
+    path: Path, start: int, checksummer: Checksummer, end: int | None = None
 ) -> tuple[int, Checksummer]:
     """`summed` of the first `start` bytes, carried on to `end` or to the end of the file."""
     with path.open("rb") as file:
         file.seek(start)
         while end is None or start < end:
-            block = file.read(BLOCK if end is None else min(BLOCK, end - start))
+            block = file.read(READ_BYTES if end is None else min(READ_BYTES, end - start))
             if not block:
                 break
-            summed.update(block)
+            checksummer.update(block)
             start += len(block)
-    return start, summed
+    return start, checksummer

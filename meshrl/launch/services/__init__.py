@@ -1,3 +1,3 @@
-"""The services of one host and their fork server: planned, started, watched. Open `services.py`
-first.
+"""The services of one host and their fork server: planned, started, watched. Open
+`service_supervisor.py` first.
 """

@@ -8,58 +8,60 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.text import Text
 
-from meshrl.view.live import tables
-from meshrl.view.live.top_screen import jobs
-from meshrl.view.live.view import OneScreen, PrintedLines, clock, roles
-from meshrl.view.mesh.frames import Frame
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.mesh.workers import lines
+from meshrl.view.live import mesh_tables
+from meshrl.view.live.run_view import LinePrinter, ScreenView, format_duration, format_roles
+from meshrl.view.live.top_screen import render_jobs
+from meshrl.view.mesh.mesh_frames import MeshFrame
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.worker_lines import list_worker_lines
 
 
-def mesh_view_for(root: str) -> MeshScreen | MeshLines:
+def make_mesh_view(root: str) -> MeshScreen | MeshLines:
     """The screen when stdout is a terminal, else lines."""
     return MeshScreen(root) if sys.stdout.isatty() else MeshLines()
 
 
-class MeshLines(PrintedLines):
+class MeshLines(LinePrinter):
     """A line for each step, phase, wait and pause of a job, which it begins with."""
 
     def __init__(self) -> None:
         self._states: dict[str, str] = {}
         self._steps: dict[str, int] = {}
 
-    def show(self, mesh: MeshSnapshot, frame: Frame, elapsed_s: float) -> None:
-        workers = list(lines(mesh))
+    def show(self, mesh: MeshSnapshot, frame: MeshFrame, elapsed_s: float) -> None:
+        workers = list(list_worker_lines(mesh))
         for job in frame.jobs:
-            at = f"[{clock(elapsed_s)}] {job.job}"
+            at = f"[{format_duration(elapsed_s)}] {job.job}"
             if job.step > self._steps.get(job.job, job.step):
                 reward = f"  reward {job.reward:.3f}" if job.reward is not None else ""
                 rolled_out, trained = (job.rolled_out_s or 0) / 1000, (job.trained_s or 0) / 1000
                 rate = f"{rolled_out:.1f}k rolled out {trained:.1f}k trained"
                 step = f"step {job.step}/{job.steps}{reward}  tokens/s {rate}"
-                self.say(f"{at}: {step}  {roles(workers, job.job)}")
+                self.print_line(f"{at}: {step}  {format_roles(workers, job.job)}")
             self._steps[job.job] = job.step
             state = job.held or job.quiet.partition(" s ")[2] or job.phase.replace("_", " ")
             if state != self._states.get(job.job):
                 self._states[job.job] = state
-                self.say(f"{at}: {(job.error and f'failed: {job.error}') or state}")
+                self.print_line(f"{at}: {(job.error and f'failed: {job.error}') or state}")
 
 
-class MeshScreen(OneScreen):
+class MeshScreen(ScreenView):
     """All jobs and all workers on one screen, redrawn with each look."""
 
     def __init__(self, root: str) -> None:
         super().__init__()
         self._root = root
 
-    def show(self, mesh: MeshSnapshot, frame: Frame, elapsed_s: float) -> None:
-        self._draw(screen(mesh, frame, elapsed_s, self._root))
+    def show(self, mesh: MeshSnapshot, frame: MeshFrame, elapsed_s: float) -> None:
+        self._draw(render_screen(mesh, frame, elapsed_s, self._root))
 
 
-def screen(mesh: MeshSnapshot, frame: Frame, elapsed_s: float, root: str) -> RenderableType:
+def render_screen(
+    mesh: MeshSnapshot, frame: MeshFrame, elapsed_s: float, root: str
+) -> RenderableType:
     """All jobs of a mesh, why some do nothing, and what its workers do."""
-    parts = [*jobs(frame), tables.workers(mesh)]
-    if ends := tables.ends(mesh):
+    parts = [*render_jobs(frame), mesh_tables.make_workers_table(mesh)]
+    if ends := mesh_tables.format_exits(mesh):
         parts.append(Text("\n".join(ends), style="bold red"))
-    title = Text.assemble((f"{len(mesh.jobs)} jobs", "bold"), f"  {clock(elapsed_s)}")
+    title = Text.assemble((f"{len(mesh.jobs)} jobs", "bold"), f"  {format_duration(elapsed_s)}")
     return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(root))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from meshrl.view.mesh.snapshot import Rows
+from meshrl.view.mesh.mesh_snapshot import StepRows
 
 WINDOW_S = 6.0  # rates are over this long; shorter flickers, longer lags
 ETA_STEPS = 8  # the last steps that the time to go is judged by
@@ -17,20 +17,20 @@ class TokenRate:
     """Tokens/s over the last seconds, of a counter."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()
+        self._readings: deque[tuple[float, float]] = deque()
 
-    def see(self, at_s: float, total: float) -> float:
+    def update(self, at_s: float, total: float) -> float:
         """Return the rate with this reading; a counter that fell back belongs to a new process."""
-        if self._seen and total < self._seen[-1][1]:
-            self._seen.clear()
-        self._seen.append((at_s, total))
-        while len(self._seen) > 2 and at_s - self._seen[0][0] > WINDOW_S:
-            self._seen.popleft()
-        (start, first), (end, last) = self._seen[0], self._seen[-1]
+        if self._readings and total < self._readings[-1][1]:
+            self._readings.clear()
+        self._readings.append((at_s, total))
+        while len(self._readings) > 2 and at_s - self._readings[0][0] > WINDOW_S:
+            self._readings.popleft()
+        (start, first), (end, last) = self._readings[0], self._readings[-1]
         return (last - first) / (end - start) if end > start else 0.0
 
 
-def trained_rate(rows: Rows) -> float:
+def compute_trained_rate(rows: StepRows) -> float:
     """Tokens/s trained over the last steps."""
     recent = rows[-ETA_STEPS:]
     if len(recent) < 2:
@@ -39,16 +39,16 @@ def trained_rate(rows: Rows) -> float:
     return sum(float(row["tokens_trained"]) for row in recent[1:]) / span if span > 0 else 0.0
 
 
-def time_to_go(rows: Rows, steps: int) -> float | None:
+def estimate_remaining_s(rows: StepRows, total_steps: int) -> float | None:
     """Seconds for the steps that are left, by the median of the last; None before the third."""
     walls = [float(row["wall"]) for row in rows[-ETA_STEPS - 1 :]]
     if len(walls) < 3:
         return None
     spans = sorted(b - a for a, b in pairwise(walls))
-    return spans[len(spans) // 2] * (steps - int(rows[-1]["step"]))
+    return spans[len(spans) // 2] * (total_steps - int(rows[-1]["step"]))
 
 
-def steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float | None:
+def compute_steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float | None:
     """Steps a minute, by the median of the last steps' durations, or by how long the one under way
     has taken where that is longer; None before the third step.
     """
@@ -60,7 +60,7 @@ def steps_per_min(committed_ms: Sequence[int], now_ms: float) -> float | None:
     return 60_000 / longest_ms if longest_ms > 0 else None
 
 
-def wait_share(rows: Rows) -> float | None:
+def compute_wait_share(rows: StepRows) -> float | None:
     """The share of the trainer's time in the last steps in which it waited for trajectories."""
     last = [row for row in rows[-ETA_STEPS:] if "wait_s" in row and "train_s" in row]
     waited = sum(float(row["wait_s"]) for row in last)

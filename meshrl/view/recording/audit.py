@@ -11,19 +11,23 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from meshrl.common.base.errors import Damaged, Refused
+from meshrl.common.base.errors import CorruptData, Refused
 from meshrl.common.records import ledger
 from meshrl.common.state.events import Event
-from meshrl.common.state.lifecycle.accounting import WRONG, account, wrong
+from meshrl.common.state.job_lifecycle.trajectory_accounting import (
+    VIOLATIONS,
+    compute_account,
+    format_violations,
+)
 from meshrl.directory import job_file
-from meshrl.directory.places import existing_run
-from meshrl.view.history.held import Going
-from meshrl.view.recording.recorded import RecordMark, damaged, job_of, read_events
+from meshrl.directory.directory_paths import require_run
+from meshrl.view.history.blocked_jobs import UnpausedClock
+from meshrl.view.recording.run_record import RecordEnd, list_corrupt_files, read_events, read_job
 from meshrl.view.terminal import Console
 
-BEGUN_WITHIN_MS = 10_000  # a group is in the ledger so soon after its admission
+UNRECORDED_GRACE_MS = 10_000  # a group is in the ledger so soon after its admission
 
-EXPLAINED = {
+ACCOUNT_TERMS = {
     "opened": "trajectories admitted",
     "trained": "in exactly one optimizer step of the final lineage",
     "filtered": "consumed by a step, without variance in their group",
@@ -31,80 +35,85 @@ EXPLAINED = {
     "host_lost": "their host or environment was lost; their prompts went back",
     "typed_drops": "a tool, reward or rollout failed for good",
     "in_flight": "without a fate yet",
-    **WRONG,
+    **VIOLATIONS,
 }
 
 
-def audit(run_dir: Path) -> dict[str, Any]:
+def audit_run(run_dir: Path) -> dict[str, Any]:
     """The account of a run, from its record alone; what is `WRONG` is 0 in a run that is right.
     Refused when what would tell of groups under way is on another host.
     """
     events = read_events(run_dir)
     try:
-        job = job_of(run_dir)[0]
-    except Damaged:  # its events name it as well
+        job = read_job(run_dir)[0]
+    except CorruptData:  # its events name it as well
         named = (str(e.fields["job"]) for e in events if e.kind == "opened")
         if not (job := next(named, "")):
             raise
     url = ""  # of a run that was brought from there, and has not gone on here
-    if _marked(run_dir, events) is None and not (run_dir / "mesh").is_dir():
-        with suppress(Damaged, FileNotFoundError):
-            url = str(job_file.read(run_dir / job_file.NAME).get(job_file.BROUGHT, ""))
+    if _read_closed_count(run_dir, events) is None and not (run_dir / "mesh").is_dir():
+        with suppress(CorruptData, FileNotFoundError):
+            url = str(
+                job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME).get(
+                    job_file.SOURCE_URL_KEY, ""
+                )
+            )
     if url:
         raise Refused(
             f"the run at {url} had not ended when it was copied last: what tells of its groups "
             "under way is on the host that runs it",
             fix="Audit it there; or, when it has ended, move this directory away and audit the URL",
         )
-    return audited(run_dir, events, job)
+    return account_for_run(run_dir, events, job)
 
 
-def audited(run_dir: Path, events: list[Event], job: str) -> dict[str, Any]:
+def account_for_run(run_dir: Path, events: list[Event], job: str) -> dict[str, Any]:
     """The same of a job and events that are known already."""
-    counted: dict[str, Any] = account(events, in_flight(run_dir, events, job), job)
+    counted: dict[str, Any] = compute_account(events, count_in_flight(run_dir, events, job), job)
     return counted
 
 
-def accused(run_dir: Path, bad: str) -> str:
+def describe_wrong_account(run_dir: Path, discrepancy: str) -> str:
     """What a person is told of a run whose account is wrong."""
     return (
-        f"the account of {run_dir.name} is wrong: {bad}. Do not rely on what was trained since. "
+        f"the account of {run_dir.name} is wrong: {discrepancy}. Do not rely on what was "
+        "trained since. "
         f"Keep {run_dir} as it is, see its events.jsonl for `damaged` and `restored`, and start "
         "over with `meshrl run JOB`, or go on from a copy that was made before"
     )
 
 
-def in_flight(run_dir: Path, events: list[Event], job: str) -> int:
+def count_in_flight(run_dir: Path, events: list[Event], job: str) -> int:
     """Trajectories without a fate: counted from the rows of groups when the mesh stopped cleanly.
 
     After a crash they are counted from what the ledger and the events tell of each group.
     """
-    if (marked := _marked(run_dir, events)) is not None:
+    if (marked := _read_closed_count(run_dir, events)) is not None:
         return marked
-    return sum(without_fate(events, job, mentioned(run_dir / "ledger")).values())
+    return sum(find_open_groups(events, job, read_ledger_groups(run_dir / "ledger")).values())
 
 
-def _marked(run_dir: Path, events: list[Event]) -> int | None:
+def _read_closed_count(run_dir: Path, events: list[Event]) -> int | None:
     """Trajectories in flight, of a record that was closed; None: it goes on, or was cut off."""
-    with suppress(Damaged):
-        mark = RecordMark.of(run_dir)
+    with suppress(CorruptData):
+        mark = RecordEnd.read(run_dir)
         if mark is not None and (not events or mark.event == events[-1].id):
-            return mark.samples
+            return mark.in_flight
     return None
 
 
-def mentioned(directory: Path) -> set[int]:
+def read_ledger_groups(directory: Path) -> set[int]:
     """Groups of which the ledgers below `directory` tell."""
     shards = {path.parent for path in directory.rglob("*.ledger")}
     return {
         group
         for shard in shards
-        for record in ledger.read(shard)
-        for group in ledger.groups_of(record)
+        for record in ledger.iter_records(shard)
+        for group in ledger.extract_groups(record)
     }
 
 
-def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int, int]:
+def find_open_groups(events: list[Event], job: str, ledger_groups: set[int]) -> dict[int, int]:
     """Group -> trajectories, of groups whose fate is still to come.
 
     Those are finished and not trained (their bytes are in the store), or in the ledger, or have
@@ -116,9 +125,9 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
     elsewhere: set[int] = set()
     given_back: set[int] = set()
     steps: dict[int, set[int]] = {}
-    going, now_ms = Going(job), 0
+    going, now_ms = UnpausedClock(job), 0
     for event in events:
-        fields, now_ms = event.fields, going.at(event)
+        fields, now_ms = event.fields, going.elapsed_ms(event)
         if fields.get("job") != job:
             continue
         match event.kind:
@@ -148,30 +157,30 @@ def without_fate(events: list[Event], job: str, in_ledger: set[int]) -> dict[int
                 steps = {
                     row["step"]: {g["group"] for g in row["groups"]} for row in fields["steps"]
                 }
-    known = ready | in_ledger | elsewhere
+    known = ready | ledger_groups | elsewhere
     ended = given_back.union(*steps.values())
     return {
         group: samples
         for group, (samples, ms) in opened.items()
-        if group not in ended and (group in known or now_ms - ms < BEGUN_WITHIN_MS)
+        if group not in ended and (group in known or now_ms - ms < UNRECORDED_GRACE_MS)
     }
 
 
-def show(run_dir: Path, as_json: bool) -> int:
+def print_audit(run_dir: Path, as_json: bool) -> int:
     """Prints the account; 1 when something was lost or done twice."""
-    run_dir = existing_run(run_dir)
-    for line in damaged(run_dir):
+    run_dir = require_run(run_dir)
+    for line in list_corrupt_files(run_dir):
         print(f"damaged: {line}; what can be read of it is counted", file=sys.stderr)
-    counted = audit(run_dir)
+    counted = audit_run(run_dir)
     if as_json:
         print(json.dumps(counted))
     else:
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-        for key, meaning in EXPLAINED.items():
-            bad = key in WRONG and counted[key]
+        for key, meaning in ACCOUNT_TERMS.items():
+            bad = key in VIOLATIONS and counted[key]
             color = "red" if bad else "bold"
             table.add_row(key, Text(str(counted[key]), style=color), meaning)
         Console().print(table)
-    if bad := wrong(counted):
-        print(f"error: {accused(run_dir, bad)}", file=sys.stderr)
+    if bad := format_violations(counted):
+        print(f"error: {describe_wrong_account(run_dir, bad)}", file=sys.stderr)
     return int(bool(bad))

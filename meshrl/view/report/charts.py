@@ -14,16 +14,18 @@ WIDTH, HEIGHT = 720, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 16, 12, 34  # margins, for the axes' labels
 # Okabe and Ito's colours, which all eyes tell apart, without yellow on white.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-LEAST = 1e-9  # share of its values that an axis covers at least: below that no tick is round
-TICKS = 6  # of an axis, at most
-SPAN = 1e300  # largest value on an axis: differences of larger ones overflow
+MIN_SPAN_SHARE = (
+    1e-9  # share of its values that an axis covers at least: below that no tick is round
+)
+MAX_TICKS = 6  # of an axis, at most
+MAX_VALUE = 1e300  # largest value on an axis: differences of larger ones overflow
 
 
 @dataclass(frozen=True)
 class Series:
     label: str
     points: Sequence[tuple[float, float]]
-    dots: bool = False  # marks, joined by a thin line: measured now and then
+    has_dots: bool = False  # marks, joined by a thin line: measured now and then
 
 
 @dataclass(frozen=True)
@@ -34,32 +36,34 @@ class Figure:
     series: Sequence[Series]
 
 
-def lines(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> str:
+def draw_line_chart(series: Sequence[Series], x_label: str, y_from_zero: bool = True) -> str:
     """A line chart with a legend; an empty one says so."""
     points = [point for s in series for point in s.points if math.isfinite(point[1])]
     if not points:
         return '<p class="none">nothing was measured</p>'
     xs, ys = [p[0] for p in points], [p[1] for p in points]
-    x_ticks = ticks(min(xs), max(xs))
-    y_ticks = ticks(min(0.0, *ys) if y_from_zero else min(ys), max(ys))
+    x_ticks = compute_ticks(min(xs), max(xs))
+    y_ticks = compute_ticks(min(0.0, *ys) if y_from_zero else min(ys), max(ys))
     plot = Plot((x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1]))
-    parts = [plot.grid(x_ticks, y_ticks, x_label)]
+    parts = [plot.draw_grid(x_ticks, y_ticks, x_label)]
     for index, s in enumerate(series):
-        parts.append(plot.series(s, color(index)))
-    return svg(HEIGHT, parts) + legend([(s.label, color(i)) for i, s in enumerate(series)])
+        parts.append(plot.draw_series(s, choose_color(index)))
+    return wrap_svg(HEIGHT, parts) + draw_legend(
+        [(s.label, choose_color(i)) for i, s in enumerate(series)]
+    )
 
 
-def color(index: int) -> str:
+def choose_color(index: int) -> str:
     """Return the colour of a chart's series; they repeat where a chart has many."""
     return COLORS[index % len(COLORS)]
 
 
-def ticks(low: float, high: float) -> list[float]:
+def compute_ticks(low: float, high: float) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
-    low, high = max(-SPAN, min(low, SPAN)), max(-SPAN, min(high, SPAN))
-    if high - low < max(abs(low) * LEAST, abs(high) * LEAST, sys.float_info.min):
+    low, high = max(-MAX_VALUE, min(low, MAX_VALUE)), max(-MAX_VALUE, min(high, MAX_VALUE))
+    if high - low < max(abs(low) * MIN_SPAN_SHARE, abs(high) * MIN_SPAN_SHARE, sys.float_info.min):
         high = low + (abs(low) if abs(low) > sys.float_info.min else 1.0)
-    raw = (high - low) / TICKS
+    raw = (high - low) / MAX_TICKS
     magnitude: float = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -74,37 +78,39 @@ class Plot:
     ) -> None:
         self.xs, self.ys, self.height = xs, ys, height
 
-    def x(self, value: float) -> float:
+    def to_x_pixel(self, value: float) -> float:
         low, high = self.xs
         return LEFT + (value - low) / ((high - low) or 1.0) * (WIDTH - LEFT - RIGHT)
 
-    def y(self, value: float) -> float:
+    def to_y_pixel(self, value: float) -> float:
         low, high = self.ys
         room = self.height - TOP - BOTTOM
         return self.height - BOTTOM - (value - low) / ((high - low) or 1.0) * room
 
-    def grid(self, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str) -> str:
+    def draw_grid(self, x_ticks: Sequence[float], y_ticks: Sequence[float], x_label: str) -> str:
         base = self.height - BOTTOM
         parts = [f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>']
         for tick in y_ticks:
-            y = self.y(tick)
+            y = self.to_y_pixel(tick)
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
             parts.append(f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:.4g}</text>')
         for tick in x_ticks:
-            x = self.x(tick)
+            x = self.to_x_pixel(tick)
             parts.append(f'<text x="{x}" y="{base + 16}" text-anchor="middle">{tick:.4g}</text>')
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(f'<text x="{middle}" y="{base + 31}" text-anchor="middle">{x_label}</text>')
         return "".join(parts)
 
-    def series(self, s: Series, color: str) -> str:
-        places = [(self.x(x), self.y(y)) for x, y in s.points if math.isfinite(y)]
+    def draw_series(self, series: Series, color: str) -> str:
+        places = [
+            (self.to_x_pixel(x), self.to_y_pixel(y)) for x, y in series.points if math.isfinite(y)
+        ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        width = 1 if s.dots else 2
+        width = 1 if series.has_dots else 2
         line = f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-        if not s.dots:
+        if not series.has_dots:
             return line
-        measured = [point for point in s.points if math.isfinite(point[1])]
+        measured = [point for point in series.points if math.isfinite(point[1])]
         dots = (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
             f"<title>{at:g}: {value:.3f}</title></circle>"
@@ -113,12 +119,12 @@ class Plot:
         return line + "".join(dots)
 
 
-def svg(height: int, parts: Sequence[str]) -> str:
+def wrap_svg(height: int, parts: Sequence[str]) -> str:
     """A drawing of the width that all have."""
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
 
 
-def legend(items: Sequence[tuple[str, str]]) -> str:
+def draw_legend(items: Sequence[tuple[str, str]]) -> str:
     """What each colour stands for."""
     keys = (f'<span><i style="background:{c}"></i>{escape(label)}</span>' for label, c in items)
     return f'<p class="legend">{"".join(keys)}</p>'

@@ -12,79 +12,83 @@ from meshrl.view.history.run_snapshot import Evaluation
 from meshrl.view.report.charts import Figure, Series
 
 Points = list[tuple[float, float]]
-Rows = Sequence[Mapping[str, Any]]
+StepRows = Sequence[Mapping[str, Any]]
 
 
-def every(rows: Rows, evaluations: Sequence[Evaluation], events: Sequence[Event]) -> list[Figure]:
+def make_figures(
+    rows: StepRows, evaluations: Sequence[Evaluation], events: Sequence[Event]
+) -> list[Figure]:
     """All of them, in the order of the page; the timeline of gangs is not among them."""
     return [
-        learning(rows, evaluations),
-        *evaluated(evaluations),
-        *health(rows, events),
-        *trajectories(rows),
-        times(rows),
+        make_learning_figure(rows, evaluations),
+        *make_evaluation_figures(evaluations),
+        *make_health_figures(rows, events),
+        *make_trajectory_figures(rows),
+        make_time_figure(rows),
     ]
 
 
-def learning(rows: Rows, evaluations: Sequence[Evaluation]) -> Figure:
+def make_learning_figure(rows: StepRows, evaluations: Sequence[Evaluation]) -> Figure:
     """Reward and held-out over the steps."""
-    held = [(float(e.step), e.sampled) for e in evaluations if e.sampled is not None]
-    greedy = [(float(e.step), e.greedy) for e in evaluations if e.greedy is not None]
+    held = [(float(e.step), e.sampled_reward) for e in evaluations if e.sampled_reward is not None]
+    greedy = [(float(e.step), e.greedy_reward) for e in evaluations if e.greedy_reward is not None]
     return Figure(
         "Learning",
         [
-            Series("reward of the step", column(rows, "reward")),
-            Series("held-out, sampled", held, dots=True),
-            Series("held-out, greedy", greedy, dots=True),
+            Series("reward of the step", extract_column(rows, "reward")),
+            Series("held-out, sampled", held, has_dots=True),
+            Series("held-out, greedy", greedy, has_dots=True),
         ],
     )
 
 
-def evaluated(evaluations: Sequence[Evaluation]) -> list[Figure]:
+def make_evaluation_figures(evaluations: Sequence[Evaluation]) -> list[Figure]:
     """The figures of the datasets beside the held-out set, if there are any."""
     names = {n: 0 for e in evaluations for n in e.figures if not n.startswith(f"{HELD_OUT}.")}
     curves = [
-        Series(n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], dots=True)
+        Series(
+            n, [(float(e.step), e.figures[n]) for e in evaluations if n in e.figures], has_dots=True
+        )
         for n in names
     ]
     return [Figure("Evaluation", curves)] if curves else []
 
 
-def health(rows: Rows, events: Sequence[Event]) -> list[Figure]:
+def make_health_figures(rows: StepRows, events: Sequence[Event]) -> list[Figure]:
     """What to look at when it does not learn: failures first, then what the gradient is made of."""
-    failed = column(rows, "failed_share") or failures(events)
+    failed = extract_column(rows, "failed_share") or compute_failure_shares(events)
     spread = "standard deviation of the rewards within a group"
-    kl = [Series("from the policy that sampled", column(rows, "kl"))]
+    kl = [Series("from the policy that sampled", extract_column(rows, "kl"))]
     for key, label in (("reference_kl", "from the reference"), ("teacher_kl", "from the teacher")):
-        if points := column(rows, key):
+        if points := extract_column(rows, key):
             kl.append(Series(label, points))
     clipped = [
-        Series("made likelier", column(rows, "clipped_high")),
-        Series("made unlikelier", column(rows, "clipped_low")),
+        Series("made likelier", extract_column(rows, "clipped_high")),
+        Series("made unlikelier", extract_column(rows, "clipped_low")),
     ]
     speed = [
-        Series("rolled out", per_second(rows, "tokens")),
-        Series("trained", per_second(rows, "tokens_trained")),
+        Series("rolled out", compute_rates(rows, "tokens")),
+        Series("trained", compute_rates(rows, "tokens_trained")),
     ]
     return [
         Figure("Failed trajectories, share", [Series("of the trajectories of a step", failed)]),
-        Figure("Reward spread", [Series(spread, column(rows, "reward_spread"))]),
-        Figure("Entropy", [Series("nats a token", column(rows, "entropy"))]),
+        Figure("Reward spread", [Series(spread, extract_column(rows, "reward_spread"))]),
+        Figure("Entropy", [Series("nats a token", extract_column(rows, "entropy"))]),
         Figure("KL divergence, nats", kl),
-        Figure("Gradient norm", [Series("before clipping", column(rows, "grad_norm"))]),
+        Figure("Gradient norm", [Series("before clipping", extract_column(rows, "grad_norm"))]),
         Figure("Clipped tokens, share", clipped),
         Figure("Tokens a second", speed),
     ]
 
 
-def trajectories(rows: Rows) -> list[Figure]:
+def make_trajectory_figures(rows: StepRows) -> list[Figure]:
     """What the trajectories of each step were like."""
     lengths = [
-        Series("mean", column(rows, "length_mean")),
-        Series("longest", column(rows, "length_max")),
+        Series("mean", extract_column(rows, "length_mean")),
+        Series("longest", extract_column(rows, "length_max")),
     ]
-    gap = [Series("largest of the step", column(rows, "logprob_gap"))]
-    stale = [Series("mean over tokens", column(rows, "staleness"))]
+    gap = [Series("largest of the step", extract_column(rows, "logprob_gap"))]
+    stale = [Series("mean over tokens", extract_column(rows, "staleness"))]
     return [
         Figure("Length of trajectories, tokens", lengths),
         Figure("Staleness, versions", stale),
@@ -92,18 +96,18 @@ def trajectories(rows: Rows) -> list[Figure]:
     ]
 
 
-def times(rows: Rows) -> Figure:
+def make_time_figure(rows: StepRows) -> Figure:
     """What the core of the job has spent its time on."""
-    waited = Series("waiting for trajectories", column(rows, "wait_s"))
-    return Figure("Seconds a step", [Series("training", column(rows, "train_s")), waited])
+    waited = Series("waiting for trajectories", extract_column(rows, "wait_s"))
+    return Figure("Seconds a step", [Series("training", extract_column(rows, "train_s")), waited])
 
 
-def column(rows: Rows, key: str) -> Points:
+def extract_column(rows: StepRows, key: str) -> Points:
     """(step, value) of the rows that have one."""
     return [(float(r["step"]), float(r[key])) for r in rows if r.get(key) is not None]
 
 
-def failures(events: Sequence[Event]) -> Points:
+def compute_failure_shares(events: Sequence[Event]) -> Points:
     """(step, share of its trajectories that failed by type) of the lineage that stands."""
     found: dict[int, tuple[int, int]] = {}
     for event in events:
@@ -117,7 +121,7 @@ def failures(events: Sequence[Event]) -> Points:
     return [(float(step), failed / of) for step, (failed, of) in sorted(found.items()) if of]
 
 
-def per_second(rows: Rows, key: str) -> Points:
+def compute_rates(rows: StepRows, key: str) -> Points:
     """(step, tokens a second) between the commits of two steps that follow each other; the first
     step of a session, which took the break before it along, is left out.
     """

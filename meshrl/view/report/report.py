@@ -13,41 +13,41 @@ from typing import Any
 
 from meshrl.common.base.errors import StorageFull
 from meshrl.common.base.files import documents
-from meshrl.common.mesh.process.ends.failure import NO_ROOM
+from meshrl.common.mesh.process.diagnosis.failure import DISK_FULL_ERRNOS
 from meshrl.common.state.events import Event
+from meshrl.common.state.job_lifecycle.trajectory_accounting import VIOLATIONS
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.lifecycle.accounting import WRONG
-from meshrl.common.state.pool.store.explained import OPENING, PLANNED
+from meshrl.common.state.pool.store.planner_reports import OPENING, SPEEDUP_RULES
 from meshrl.common.state.pool.workers.rows import Role
-from meshrl.directory.exporting import command
-from meshrl.directory.places import write_json
+from meshrl.directory.directory_paths import write_json
+from meshrl.directory.model_export import build_export_command
 from meshrl.view.guard import WarningGuard
-from meshrl.view.history import samples
-from meshrl.view.history.failures import listed
-from meshrl.view.history.held import held_s
-from meshrl.view.history.news import unforeseen
+from meshrl.view.history import sample_files
+from meshrl.view.history.blocked_jobs import sum_blocked_s
+from meshrl.view.history.event_text import is_unexpected_exit
+from meshrl.view.history.job_failures import summarize_failures
 from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
-from meshrl.view.mesh import prefixes
+from meshrl.view.mesh import prefix_stats
 from meshrl.view.recording import audit
-from meshrl.view.recording.looking import RunningMesh
-from meshrl.view.recording.recorded import rare_events, read_events, thinned
+from meshrl.view.recording.disk_space import DiskSpaceWaiter
+from meshrl.view.recording.job_usage import JobUsage
 from meshrl.view.recording.recorder import Recorder
-from meshrl.view.recording.room import RoomForWrites
-from meshrl.view.recording.usage import Tally
-from meshrl.view.report.page import html
-from meshrl.view.trace import writing as traced
+from meshrl.view.recording.run_record import read_events, read_rare_events, thin_rows
+from meshrl.view.recording.shared_snapshot import RunningMesh
+from meshrl.view.report.report_page import render_page
+from meshrl.view.trace import trace_writer as traced
 
-TRADED = {Role.ROLLOUT, Role.TRAINING}
+TRADED_ROLES = {Role.ROLLOUT, Role.TRAINING}
 
 
-ACCOUNT = (
+ACCOUNT_TERMS = (
     *("opened", "trained", "filtered", "stale_requeued", "host_lost", "in_flight"),
     *("lost", "trained_twice", "opened_twice", "committed_twice", "typed_drops"),
 )
 
 
 @dataclass(frozen=True)
-class RunEnd:
+class RunResult:
     """How a run stands when it is summarized."""
 
     job: str
@@ -57,21 +57,25 @@ class RunEnd:
     account: dict[str, int]
 
 
-def outcome(end: RunEnd, steps: int) -> dict[str, Any]:
+def summarize_result(result: RunResult, steps: int) -> dict[str, Any]:
     """The part of a summary that says how a run ended; `steps` are those that are done."""
-    told = {"job": end.job, "phase": end.phase, "seed": end.seed, "steps": steps}
-    return told | {"wall_s": round(end.wall_s, 1)} | {term: end.account[term] for term in ACCOUNT}
+    told = {"job": result.job, "phase": result.phase, "seed": result.seed, "steps": steps}
+    return (
+        told
+        | {"wall_s": round(result.wall_s, 1)}
+        | {term: result.account[term] for term in ACCOUNT_TERMS}
+    )
 
 
 def summarize(
-    end: RunEnd,
+    result: RunResult,
     rows: Iterable[dict[str, Any]],
     evaluations: Sequence[Evaluation],
     events: Sequence[Event],
-    tally: Tally,
+    usage: JobUsage,
 ) -> dict[str, Any]:
     """The summary of a run from its record; rows are gone through once."""
-    cpu_s = tally.cpu_by_name()
+    cpu_s = usage.sum_cpu_by_name()
     steps = tokens = tokens_trained = 0
     gap: float | None = None
     for row in rows:
@@ -80,43 +84,47 @@ def summarize(
         tokens_trained += int(row["tokens_trained"])
         if row.get("logprob_gap") is not None:
             gap = max(gap or 0.0, float(row["logprob_gap"]))
-    ended = sum(end.account[fate] for fate in ("trained", "filtered", "typed_drops"))
-    return outcome(end, steps) | {
+    ended = sum(result.account[fate] for fate in ("trained", "filtered", "typed_drops"))
+    return summarize_result(result, steps) | {
         "held_out": {
-            "before": _accuracy(evaluations, "before"),
-            "after": _accuracy(evaluations, "after"),
+            "before": _summarize_held_out(evaluations, "before"),
+            "after": _summarize_held_out(evaluations, "after"),
         },
-        "evaluations": [_evaluation(e) for e in evaluations],
-        "best_version": next((e.step for e in reversed(evaluations) if e.best), None),
-        "warm_start_cached": tally.warm_start_cached,
+        "evaluations": [_summarize_evaluation(e) for e in evaluations],
+        "best_version": next((e.step for e in reversed(evaluations) if e.is_best), None),
+        "warm_start_cached": usage.warm_start_cached,
         "cpu_s": cpu_s,
         "cpu_total_s": round(sum(cpu_s.values()), 1),
-        "cpu_shared_s": round(tally.shared_s, 1),
-        "accelerator_s": round(tally.accelerator_s, 1),
+        "cpu_shared_s": round(usage.shared_s, 1),
+        "accelerator_s": round(usage.accelerator_s, 1),
         **{
             f"{state}_s": round(seconds, 1)
-            for state, seconds in held_s(events, end.job, sessions=tally.sessions).items()
+            for state, seconds in sum_blocked_s(events, result.job, sessions=usage.sessions).items()
         },
         "tokens_rolled_out": tokens,
-        "tokens_sampled": tally.total_tokens("rollout/"),
+        "tokens_sampled": usage.sum_tokens("rollout/"),
         "tokens_trained": tokens_trained,
-        "prefixes": prefixes.summed(tally.prefixes.values()),
+        "prefixes": prefix_stats.sum_figures(usage.prefixes.values()),
         # Of the trajectories that have ended, those without a reward.
-        "failed_share": round(end.account["typed_drops"] / max(1, ended), 4),
-        "failures": listed(events),
-        "workers_moved": len(planned_moves(events)),
+        "failed_share": round(result.account["typed_drops"] / max(1, ended), 4),
+        "failures": summarize_failures(events),
+        "workers_moved": len(list_planned_moves(events)),
         "hosts_lost": sum(event.kind == "host_lost" for event in events),
         "logprob_gap_max": gap,
-        "processes_ended": sum(int(e.fields.get("count", 1)) for e in events if unforeseen(e)),
+        "processes_ended": sum(
+            int(e.fields.get("count", 1)) for e in events if is_unexpected_exit(e)
+        ),
     }
 
 
-def moves(events: Sequence[Event]) -> list[Event]:
+def list_role_moves(events: Sequence[Event]) -> list[Event]:
     """Completed moves of gangs between rollout and training, whoever decided them."""
-    return [e for e in events if e.kind == "move" and {e.fields["from"], e.fields["to"]} == TRADED]
+    return [
+        e for e in events if e.kind == "move" and {e.fields["from"], e.fields["to"]} == TRADED_ROLES
+    ]
 
 
-def planned_moves(events: Sequence[Event]) -> list[Event]:
+def list_planned_moves(events: Sequence[Event]) -> list[Event]:
     """The moves that the planner decided for faster steps, each once, while
     every other gang went on: it generated, computed bins or committed between start and end.
     """
@@ -125,8 +133,8 @@ def planned_moves(events: Sequence[Event]) -> list[Event]:
         return []
     found = {
         e.fields["resident"]: e
-        for e in moves(events)
-        if e.fields.get("policy") in PLANNED
+        for e in list_role_moves(events)
+        if e.fields.get("policy") in SPEEDUP_RULES
         and not e.fields["undone"]
         and (e.fields["policy"] == OPENING or float(e.fields["started_ms"]) > first)
         and all(other["after"] > other["before"] for other in e.fields.get("others", {}).values())
@@ -134,65 +142,72 @@ def planned_moves(events: Sequence[Event]) -> list[Event]:
     return list(found.values())
 
 
-def _evaluation(e: Evaluation) -> dict[str, Any]:
+def _summarize_evaluation(e: Evaluation) -> dict[str, Any]:
     """Its figures, and of which share of their samples they are where that is not all."""
-    missing = {name: share for name, share in e.shares.items() if share < 1.0}
+    missing = {name: share for name, share in e.scored_shares.items() if share < 1.0}
     found: dict[str, Any] = {"tag": e.tag, "step": e.step, "figures": e.figures}
-    return found | ({"shares": missing, "reasons": e.reasons} if missing else {})
+    return found | ({"shares": missing, "reasons": e.unscored_reasons} if missing else {})
 
 
-def _accuracy(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
+def _summarize_held_out(evaluations: Sequence[Evaluation], tag: str) -> dict[str, float] | None:
     found = next((e for e in evaluations if e.tag == tag), None)
-    if found is None or found.sampled is None:
+    if found is None or found.sampled_reward is None:
         return None
-    shares = {name.rpartition(".")[2]: s for name, s in found.shares.items() if s < 1.0}
+    shares = {name.rpartition(".")[2]: s for name, s in found.scored_shares.items() if s < 1.0}
     missing = {f"{name}_share": s for name, s in shares.items() if name in ("sampled", "greedy")}
-    return {"sampled": found.sampled, "greedy": found.greedy or 0.0} | missing
+    return {"sampled": found.sampled_reward, "greedy": found.greedy_reward or 0.0} | missing
 
 
-EXPORT, EXPORT_S = "export", 120.0
-PAGE_S = 10.0  # between two pages of a run that goes on
-PAGE_SHARE = 20  # times what a page takes that is between two: a twentieth of a core at most
+EXPORT_LOG, EXPORT_TIMEOUT_S = "export", 120.0
+PAGE_INTERVAL_S = 10.0  # between two pages of a run that goes on
+PAGE_COST_FACTOR = 20  # times what a page takes that is between two: a twentieth of a core at most
 EXPORTED_PHASES = (Phase.TRAINING, Phase.EVALUATION, Phase.FINISHED, Phase.STOPPED)
 
 
-async def write(recorder: Recorder, given_up: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+async def write_results(
+    recorder: Recorder, has_given_up: Callable[[], bool] = lambda: False
+) -> dict[str, Any]:
     """Writes what a run leaves behind, whatever its end; returns the summary. Waits for room on a
     full disk, until it is `given_up`.
     """
-    room, guard = RoomForWrites(recorder.mesh.clock, given_up), WarningGuard()
-    run_dir, document = recorder.run_dir, recorder.held["document"]
+    room, guard = DiskSpaceWaiter(recorder.mesh.clock, has_given_up), WarningGuard()
+    run_dir, document = recorder.run_dir, recorder.job_file_content["document"]
     events = read_events(run_dir)
-    evaluations = list(recorder.shot.evaluations) if recorder.shot else []
-    found = _summary(recorder, events, evaluations, guard)
+    evaluations = list(recorder.snapshot.evaluations) if recorder.snapshot else []
+    found = _summarize_run(recorder, events, evaluations, guard)
     with guard("the report"):
-        kept = samples.read(run_dir)
-        rows = thinned(recorder.recorded.every_row())
-        page = html(found, rows, evaluations, events, document, kept=kept)
-        await room.write(lambda: write_page(run_dir, page))
+        kept = sample_files.read_samples(run_dir)
+        rows = thin_rows(recorder.record.iterate_rows())
+        page = render_page(found, rows, evaluations, events, document, kept_samples=kept)
+        await room.write_when_space(lambda: write_page(run_dir, page))
     if document.get("tracking", {}).get("trace"):
         with guard("the trace, which `meshrl trace` writes at any time,"):
-            await asyncio.to_thread(traced.write, run_dir, run_dir / traced.NAME, events)
+            await asyncio.to_thread(
+                traced.write_trace, run_dir, run_dir / traced.TRACE_FILE, events
+            )
     if found["phase"] in EXPORTED_PHASES and found["steps"]:
         with guard("the export of the model, which `meshrl export` repeats,"):
             await export_model(recorder.mesh, run_dir)
     # Last: who waits for it finds all the rest.
-    await room.write(lambda: write_json(run_dir / "summary.json", found))
+    await room.write_when_space(lambda: write_json(run_dir / "summary.json", found))
     return found
 
 
-def _summary(
+def _summarize_run(
     recorder: Recorder, events: list[Event], evaluations: list[Evaluation], guard: WarningGuard
 ) -> dict[str, Any]:
     """Return a run's summary; how the run ended is in it even if the rest cannot be made."""
-    shot, job = recorder.shot, recorder.job
-    phase, seed = shot.phase if shot else Phase.QUEUED, int(recorder.held["document"]["seed"])
-    account = audit.audited(recorder.run_dir, events, job)
-    end = RunEnd(job, phase, seed, recorder.wall_s, account)
-    found = outcome(end, shot.step if shot else 0)
+    shot, job = recorder.snapshot, recorder.job
+    phase, seed = (
+        shot.phase if shot else Phase.QUEUED,
+        int(recorder.job_file_content["document"]["seed"]),
+    )
+    account = audit.account_for_run(recorder.run_dir, events, job)
+    end = RunResult(job, phase, seed, recorder.wall_s, account)
+    found = summarize_result(end, shot.step if shot else 0)
     with guard("the rest of the summary"):
-        rows = recorder.recorded.every_row()
-        found = summarize(end, rows, evaluations, events, recorder.tally)
+        rows = recorder.record.iterate_rows()
+        found = summarize(end, rows, evaluations, events, recorder.usage)
     return found
 
 
@@ -202,80 +217,86 @@ class LivePage:
     What keeps a page from being written is said once, and the next one is tried.
     """
 
-    def __init__(self, recorder: Recorder, say: Callable[[str], None]) -> None:
-        self._recorder, self._say = recorder, say
-        self._due, self._said = 0.0, ""
-        self._making: asyncio.Task[None] | None = None
-        self._over, self._placing = False, threading.Lock()
+    def __init__(self, recorder: Recorder, on_error: Callable[[str], None]) -> None:
+        self._recorder, self._on_error = recorder, on_error
+        self._next_page_at_s, self._last_error = 0.0, ""
+        self._page_task: asyncio.Task[None] | None = None
+        self._is_closed, self._write_lock = False, threading.Lock()
 
-    def look(self) -> None:
+    def update_if_due(self) -> None:
         """Begins a page if it is time and none is being made; long runs, whose page takes long, get
         it less often.
         """
         recorder = self._recorder
-        if self._making is not None and not self._making.done():
+        if self._page_task is not None and not self._page_task.done():
             return
-        if recorder.shot is None or recorder.mesh.clock.monotonic() < self._due:
+        if recorder.snapshot is None or recorder.mesh.clock.monotonic() < self._next_page_at_s:
             return
-        making = self._make(recorder.shot)
-        self._making = asyncio.create_task(making, name="live page")
+        making = self._update(recorder.snapshot)
+        self._page_task = asyncio.create_task(making, name="live page")
 
     async def aclose(self) -> None:
         """From here on the page belongs to others: one that is being made is not written."""
-        with self._placing:
-            self._over = True
-        if self._making is not None:
-            self._making.cancel()
-            await asyncio.wait([self._making])
+        with self._write_lock:
+            self._is_closed = True
+        if self._page_task is not None:
+            self._page_task.cancel()
+            await asyncio.wait([self._page_task])
 
-    async def _make(self, shot: RunSnapshot) -> None:
+    async def _update(self, snapshot: RunSnapshot) -> None:
         clock = self._recorder.mesh.clock
         started, trouble = clock.monotonic(), ""
         try:
-            await asyncio.to_thread(self._write, shot, self._recorder.wall_s)
+            await asyncio.to_thread(self._write, snapshot, self._recorder.wall_s)
         except StorageFull:  # shown anyway
             pass
         except Exception as error:  # whatever it is, the run goes on
-            if not (isinstance(error, OSError) and error.errno in NO_ROOM):
+            if not (isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS):
                 trouble = f"the report cannot be written now: {type(error).__name__}: {error}"
-        if trouble and trouble != self._said:
-            self._say(trouble)
-        self._said = trouble
+        if trouble and trouble != self._last_error:
+            self._on_error(trouble)
+        self._last_error = trouble
         now = clock.monotonic()
-        self._due = now + max(PAGE_S, PAGE_SHARE * (now - started))
+        self._next_page_at_s = now + max(PAGE_INTERVAL_S, PAGE_COST_FACTOR * (now - started))
 
-    def _write(self, shot: RunSnapshot, wall_s: float) -> None:
+    def _write(self, snapshot: RunSnapshot, wall_s: float) -> None:
         """Reads the record line by line, since all of a long one would take hundreds of MB."""
-        run_dir, recorded = self._recorder.run_dir, self._recorder.recorded
-        job, document = self._recorder.job, self._recorder.held["document"]
-        events = list(rare_events(run_dir))
-        account = dict.fromkeys(WRONG, 0) | shot.counts | {"in_flight": shot.in_flight}
-        end = RunEnd(job, shot.phase, shot.seed, wall_s, account)
-        tally = copy.deepcopy(self._recorder.tally)
-        found = summarize(end, recorded.every_row(), shot.evaluations, events, tally)
+        run_dir, recorded = self._recorder.run_dir, self._recorder.record
+        job, document = self._recorder.job, self._recorder.job_file_content["document"]
+        events = list(read_rare_events(run_dir))
+        account = (
+            dict.fromkeys(VIOLATIONS, 0)
+            | snapshot.trajectory_counts
+            | {"in_flight": snapshot.in_flight}
+        )
+        end = RunResult(job, snapshot.phase, snapshot.seed, wall_s, account)
+        tally = copy.deepcopy(self._recorder.usage)
+        found = summarize(end, recorded.iterate_rows(), snapshot.evaluations, events, tally)
         found["lost"] = None  # known when nothing is in flight any more
-        kept = samples.evaluated(run_dir)
-        rows = thinned(recorded.every_row())
-        page = html(found, rows, shot.evaluations, events, document, PAGE_S, kept)
-        with self._placing:
-            if not self._over:
+        kept = sample_files.read_evaluation_samples(run_dir)
+        rows = thin_rows(recorded.iterate_rows())
+        page = render_page(
+            found, rows, snapshot.evaluations, events, document, PAGE_INTERVAL_S, kept
+        )
+        with self._write_lock:
+            if not self._is_closed:
                 write_page(run_dir, page)
 
 
 def write_page(run_dir: Path, page: str) -> None:
     """Whole or not at all: who opens it never sees half a page. StorageFull."""
-    documents.put(run_dir / "report.html", page.encode(), durable=False)
+    documents.write_bytes(run_dir / "report.html", page.encode(), durable=False)
 
 
 async def export_model(mesh: RunningMesh, run_dir: Path) -> bool:
     """Write the last weights in Hugging Face's layout to `<run>/model`; print why if they cannot be
     written. Return True if they were.
     """
-    log = mesh.place.log(EXPORT)
+    log = mesh.mesh_paths.log_path(EXPORT_LOG)
     try:
-        exporting = mesh.start_program(command(run_dir, run_dir / "model"), EXPORT)
+        exporting = mesh.start_program(build_export_command(run_dir, run_dir / "model"), EXPORT_LOG)
         try:
-            status = await exporting.wait(EXPORT_S)
+            status = await exporting.wait(EXPORT_TIMEOUT_S)
         finally:
             exporting.kill()
         words = log.read_text(errors="replace").strip().splitlines()

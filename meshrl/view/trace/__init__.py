@@ -1,3 +1,3 @@
 """`trace.json` of a run for Perfetto, from what its processes have noted and its events. Open
-`writing.py` first.
+`trace_writer.py` first.
 """

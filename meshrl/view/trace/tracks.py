@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-Event = dict[str, Any]
-Part = tuple[str, float]  # its name, empty for a gap, and its milliseconds
+TraceEvent = dict[str, Any]
+BarPart = tuple[str, float]  # its name, empty for a gap, and its milliseconds
 
 
-class Shape(Enum):
+class BarShape(Enum):
     """How a bar is drawn."""
 
     NESTED = "nested"  # its parts within a span of its name
@@ -26,15 +26,15 @@ class Shape(Enum):
 
 
 @dataclass(frozen=True)
-class Bar:
+class TraceBar:
     """A span with the parts that it consists of, one after the other from its start."""
 
     name: str
     start_s: float  # wall
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     args: Mapping[str, Any] = field(default_factory=dict)
     category: str = ""
-    shape: Shape = Shape.NESTED
+    shape: BarShape = BarShape.NESTED
 
     @property
     def end_s(self) -> float:
@@ -48,17 +48,17 @@ class TraceProcess:
 
     pid: int
     name: str
-    threads: int = 0
+    thread_count: int = 0
 
 
-class Tracks:
+class TrackWriter:
     """Makes events for one trace, which begins at `began_s` (wall)."""
 
-    def __init__(self, began_s: float) -> None:
-        self._began_s = began_s
+    def __init__(self, started_s: float) -> None:
+        self._started_s = started_s
         self._processes: dict[str, TraceProcess] = {}
 
-    def process(self, name: str) -> tuple[TraceProcess, list[Event]]:
+    def open_process(self, name: str) -> tuple[TraceProcess, list[TraceEvent]]:
         """The process of that name, and the events that name it if it is new."""
         found = self._processes.get(name)
         if found is not None:
@@ -66,19 +66,22 @@ class Tracks:
         made = self._processes[name] = TraceProcess(len(self._processes) + 1, name)
         order = {"sort_index": made.pid}
         return made, [
-            _about("process_name", made.pid, 0, {"name": name}),
-            _about("process_sort_index", made.pid, 0, order),
+            _make_metadata("process_name", made.pid, 0, {"name": name}),
+            _make_metadata("process_sort_index", made.pid, 0, order),
         ]
 
-    def bars(self, process: str, track: str, found: Sequence[Bar]) -> Iterator[Event]:
+    def draw_bars(self, process: str, track: str, bars: Sequence[TraceBar]) -> Iterator[TraceEvent]:
         """The events of bars, on as many lanes of a track as they need."""
-        of, named = self.process(process)
+        of, named = self.open_process(process)
         yield from named
-        first, lanes = of.threads + 1, 0
+        first, lanes = of.thread_count + 1, 0
         free: list[tuple[int, int]] = []  # when a lane is free again, and its number
         idle: list[int] = []
-        for bar in sorted(found, key=lambda bar: (bar.start_s, bar.name)):
-            ms, edges = 0.0, [self.at(bar.start_s)]  # where its parts begin, and the last one ends
+        for bar in sorted(bars, key=lambda bar: (bar.start_s, bar.name)):
+            ms, edges = (
+                0.0,
+                [self.to_trace_us(bar.start_s)],
+            )  # where its parts begin, and the last one ends
             for _, more in bar.parts:
                 ms += more
                 edges.append(edges[0] + round(1000 * ms))
@@ -88,48 +91,48 @@ class Tracks:
                 lane = heapq.heappop(idle)
             else:
                 lane, lanes = lanes, lanes + 1
-                of.threads += 1
+                of.thread_count += 1
                 tid = first + lane
                 said = f"{track} {lane + 1}" if lane else track
-                yield _about("thread_name", of.pid, tid, {"name": said})
-                yield _about("thread_sort_index", of.pid, tid, {"sort_index": tid})
+                yield _make_metadata("thread_name", of.pid, tid, {"name": said})
+                yield _make_metadata("thread_sort_index", of.pid, tid, {"sort_index": tid})
             heapq.heappush(free, (edges[-1], lane))
-            yield from _drawn(bar, edges, of.pid, first + lane)
+            yield from _draw_bar(bar, edges, of.pid, first + lane)
 
-    def instant(
+    def draw_instant(
         self, process: str, tid: int, name: str, at_s: float, args: Mapping[str, Any]
-    ) -> Iterator[Event]:
+    ) -> Iterator[TraceEvent]:
         """A moment, on a track that `bars` has made; 0: of the whole process."""
-        of, named = self.process(process)
+        of, named = self.open_process(process)
         yield from named
         scope = "t" if tid else "p"
-        about = {"name": name, "cat": process, "ph": "i", "s": scope, "ts": self.at(at_s)}
+        about = {"name": name, "cat": process, "ph": "i", "s": scope, "ts": self.to_trace_us(at_s)}
         yield about | {"pid": of.pid, "tid": tid, "args": dict(args)}
 
-    def at(self, wall_s: float) -> int:
+    def to_trace_us(self, wall_s: float) -> int:
         """Microseconds from the trace's begin."""
-        return max(0, round(1e6 * (wall_s - self._began_s)))
+        return max(0, round(1e6 * (wall_s - self._started_s)))
 
 
-def _drawn(bar: Bar, edges: Sequence[int], pid: int, tid: int) -> Iterator[Event]:
+def _draw_bar(bar: TraceBar, edges: Sequence[int], pid: int, tid: int) -> Iterator[TraceEvent]:
     args, category = dict(bar.args), bar.category or bar.name
-    if bar.shape is not Shape.PARTS:
-        yield _span(bar.name, category, edges[0], edges[-1], pid, tid) | {"args": args}
-    if bar.shape is Shape.WHOLE:
+    if bar.shape is not BarShape.PARTS:
+        yield _make_span(bar.name, category, edges[0], edges[-1], pid, tid) | {"args": args}
+    if bar.shape is BarShape.WHOLE:
         return
     for (name, _), start, end in zip(bar.parts, edges, edges[1:], strict=False):
         if name and end > start:
-            span = _span(name, category, start, end, pid, tid)
-            if bar.shape is Shape.PARTS:
+            span = _make_span(name, category, start, end, pid, tid)
+            if bar.shape is BarShape.PARTS:
                 span["args"] = args
             yield span
 
 
-def _span(name: str, category: str, start: int, end: int, pid: int, tid: int) -> Event:
-    about: Event = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start}
+def _make_span(name: str, category: str, start: int, end: int, pid: int, tid: int) -> TraceEvent:
+    about: TraceEvent = {"name": name, "cat": category, "ph": "X", "ts": start, "dur": end - start}
     about["pid"], about["tid"] = pid, tid
     return about
 
 
-def _about(what: str, pid: int, tid: int, args: Mapping[str, Any]) -> Event:
-    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": dict(args)}
+def _make_metadata(name: str, pid: int, tid: int, args: Mapping[str, Any]) -> TraceEvent:
+    return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": tid, "args": dict(args)}

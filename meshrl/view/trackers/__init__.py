@@ -1,1 +1,1 @@
-"""Trackers of a run's figures, each in a process of its own. Open `trackers.py` first."""
+"""Trackers of a run's figures, each in a process of its own. Open `tracker_processes.py` first."""

@@ -21,36 +21,38 @@ from pathlib import Path
 import numpy as np
 
 from meshrl.common.base.checksum import Checksum, Checksummer
-from meshrl.common.generation.contract import Ints
-from meshrl.common.generation.loading import CHUNK, Content
+from meshrl.common.generation.engine_contract import IntArray
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, ChunkBytes
 
 NAME_BYTES = 32  # as many as the bulk port's digests have
-DIGITS = 2 * NAME_BYTES
+NAME_DIGITS = 2 * NAME_BYTES
 MAGIC = b"MRLKV\x00\x00\x01"
-_HEAD = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last
+_HEADER = struct.Struct("<8sIIQdQ32s")  # before the sum of it and of the content, which is last
 _SUM_BYTES = 16
-HEAD_BYTES = _HEAD.size + _SUM_BYTES
-LARGEST_BYTES = 1 << 32  # of one chunk
-TRIES = 5  # to make a file in a directory that others remove
-_serial = itertools.count()
+HEADER_BYTES = _HEADER.size + _SUM_BYTES
+MAX_CHUNK_BYTES = 1 << 32  # of one chunk
+MAX_CREATE_TRIES = 5  # to make a file in a directory that others remove
+_scratch_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
-class ChunkHead:
+class ChunkHeader:
     """What a chunk says of itself."""
 
-    start: int  # its first token's place
+    start_token: int  # its first token's place
     tokens: int
-    seconds: float  # that computing it takes, as measured when it was written
-    session: int  # tag of the one that it is kept for; 0: for all that begin so
+    compute_s: float  # that computing it takes, as measured when it was written
+    session_tag: int  # tag of the one that it is kept for; 0: for all that begin so
 
 
 @dataclass(frozen=True)
-class FoundChunk:
+class StoredChunk:
     path: Path
     bytes: int
-    used_s: float  # when it was last used or written, of the wall clock; reserved if yet to come
-    head: ChunkHead | None  # None: it cannot be read
+    last_used_s: (
+        float  # when it was last used or written, of the wall clock; reserved if yet to come
+    )
+    header: ChunkHeader | None  # None: it cannot be read
 
 
 class ChunkFiles:
@@ -68,7 +70,7 @@ class ChunkFiles:
         except OSError:
             return False
 
-    def use(self, domain: str, name: str, until_s: float) -> bool:
+    def reserve(self, domain: str, name: str, until_s: float) -> bool:
         """Whether there is such a file; if so it counts as used, and as reserved until then."""
         try:
             os.utime(self.path(domain, name), (until_s, until_s))
@@ -76,7 +78,7 @@ class ChunkFiles:
             return False
         return True
 
-    def read(self, domain: str, name: str) -> tuple[ChunkHead, Content] | None:
+    def read(self, domain: str, name: str) -> tuple[ChunkHeader, ChunkBytes] | None:
         """A chunk as it was written, which nobody removes meanwhile; None: it is not there, or not
         what its name says, and is removed then.
         """
@@ -87,7 +89,7 @@ class ChunkFiles:
             return None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            found = _read(descriptor, name)
+            found = _read_chunk(descriptor, name)
         except OSError:
             found = None
         finally:
@@ -97,18 +99,22 @@ class ChunkFiles:
                 path.unlink()
         return found
 
-    def write(self, domain: str, name: str, head: ChunkHead, content: Content) -> int:
+    def write(self, domain: str, name: str, header: ChunkHeader, content: ChunkBytes) -> int:
         """Writes a chunk; the bytes that it takes. OSError leaves nothing behind."""
-        return self._put(domain, name, (_packed(name, head, content), content.data))
+        return self._write_atomically(
+            domain, name, (_pack_header(name, header, content), content.data)
+        )
 
-    def take_in(self, path: Path, domain: str, name: str) -> int:
+    def copy_from(self, path: Path, domain: str, name: str) -> int:
         """Writes a copy of a chunk of another directory, as it is; the bytes that it takes."""
-        return self._put(domain, name, (path.read_bytes(),))
+        return self._write_atomically(domain, name, (path.read_bytes(),))
 
-    def _put(self, domain: str, name: str, parts: tuple[bytes | memoryview, ...]) -> int:
+    def _write_atomically(
+        self, domain: str, name: str, parts: tuple[bytes | memoryview, ...]
+    ) -> int:
         target = self.path(domain, name)
-        scratch = target.with_name(f".{name}.{os.getpid()}.{next(_serial)}")
-        descriptor = _made(scratch)
+        scratch = target.with_name(f".{name}.{os.getpid()}.{next(_scratch_numbers)}")
+        descriptor = _create_scratch_file(scratch)
         size = 0
         try:
             for part in parts:
@@ -142,31 +148,31 @@ class ChunkFiles:
             path.parent.rmdir()  # once it is empty
         return True
 
-    def scan(self, domain: str = "*") -> Iterator[FoundChunk]:
+    def scan(self, domain: str = "*") -> Iterator[StoredChunk]:
         """Chunks, and those in the making, whose writer may have been killed; of all domains, or of
         one.
         """
         for path in self.directory.glob(f"{domain}/??/*"):
             with suppress(OSError):
                 stat = path.stat()
-                yield FoundChunk(path, stat.st_size, stat.st_mtime, self.head(path))
+                yield StoredChunk(path, stat.st_size, stat.st_mtime, self.read_header(path))
 
-    def head(self, path: Path) -> ChunkHead | None:
+    def read_header(self, path: Path) -> ChunkHeader | None:
         """What a file says of itself, unchecked: enough to choose what goes. None: nothing."""
         if path.name.startswith("."):
             return None
         try:
             with path.open("rb") as file:
-                packed = file.read(_HEAD.size)
+                packed = file.read(_HEADER.size)
         except OSError:
             return None
-        if len(packed) != _HEAD.size:
+        if len(packed) != _HEADER.size:
             return None
-        magic, start, tokens, _, seconds, session, _ = _HEAD.unpack(packed)
-        return ChunkHead(start, tokens, seconds, session) if magic == MAGIC else None
+        magic, start, tokens, _, seconds, session, _ = _HEADER.unpack(packed)
+        return ChunkHeader(start, tokens, seconds, session) if magic == MAGIC else None
 
 
-def _made(scratch: Path, tries: int = TRIES) -> int:
+def _create_scratch_file(scratch: Path, tries: int = MAX_CREATE_TRIES) -> int:
     """A new file, whose directory others may take away while it is empty."""
     try:
         scratch.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -175,48 +181,50 @@ def _made(scratch: Path, tries: int = TRIES) -> int:
     except (FileNotFoundError, FileExistsError):
         if tries == 1:
             raise
-        return _made(scratch, tries - 1)
+        return _create_scratch_file(scratch, tries - 1)
 
 
-def _packed(name: str, head: ChunkHead, content: Content) -> bytes:
-    about = head.start, head.tokens, content.nbytes, head.seconds, head.session
-    packed = _HEAD.pack(MAGIC, *about, bytes.fromhex(name))
-    return packed + _sum(packed, content)
+def _pack_header(name: str, header: ChunkHeader, content: ChunkBytes) -> bytes:
+    about = header.start_token, header.tokens, content.nbytes, header.compute_s, header.session_tag
+    packed = _HEADER.pack(MAGIC, *about, bytes.fromhex(name))
+    return packed + _checksum(packed, content)
 
 
-def _sum(head: bytes, content: Content) -> Checksum:
-    summed = Checksummer(head)
+def _checksum(header: bytes, content: ChunkBytes) -> Checksum:
+    summed = Checksummer(header)
     summed.update(content.data)
     return summed.checksum
 
 
-def unpacked(name: str, head: bytes, content: Content) -> ChunkHead | None:
+def verify_chunk(name: str, header: bytes, content: ChunkBytes) -> ChunkHeader | None:
     """What a chunk of this name says of itself; None: it is not that chunk as it was written."""
-    if len(head) != HEAD_BYTES or head[_HEAD.size :] != _sum(head[: _HEAD.size], content):
+    if len(header) != HEADER_BYTES or header[_HEADER.size :] != _checksum(
+        header[: _HEADER.size], content
+    ):
         return None
-    magic, start, tokens, size, seconds, session, key = _HEAD.unpack(head[: _HEAD.size])
+    magic, start, tokens, size, seconds, session, key = _HEADER.unpack(header[: _HEADER.size])
     if magic != MAGIC or key.hex() != name or size != content.nbytes:
         return None
-    return ChunkHead(start, tokens, seconds, session)
+    return ChunkHeader(start, tokens, seconds, session)
 
 
-def _read(descriptor: int, name: str) -> tuple[ChunkHead, Content] | None:
-    size = os.fstat(descriptor).st_size - HEAD_BYTES
-    if not 0 < size <= LARGEST_BYTES:
+def _read_chunk(descriptor: int, name: str) -> tuple[ChunkHeader, ChunkBytes] | None:
+    size = os.fstat(descriptor).st_size - HEADER_BYTES
+    if not 0 < size <= MAX_CHUNK_BYTES:
         return None
     content = np.empty(size, np.uint8)
-    packed = os.read(descriptor, HEAD_BYTES)
+    packed = os.read(descriptor, HEADER_BYTES)
     view = content.data
     while view:
         read = os.readv(descriptor, [view])
         if not read:
             return None
         view = view[read:]
-    head = unpacked(name, packed, content)
+    head = verify_chunk(name, packed, content)
     return None if head is None else (head, content)
 
 
-def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
+def compute_domain(weights: str, adapter: str, layout: str, policy: str) -> str:
     """The name of what one set of weights computes in one layout, 64 hexadecimal digits: chunks of
     different domains never serve each other. `weights` is the digest of a version's manifest,
     `policy` says what becomes of a cache when other weights come.
@@ -228,16 +236,18 @@ def domain_of(weights: str, adapter: str, layout: str, policy: str) -> str:
 
 def is_domain(text: str) -> bool:
     """Whether a text from elsewhere can be the name of a domain, and so of a directory."""
-    return len(text) == DIGITS and set(text) <= set("0123456789abcdef")
+    return len(text) == NAME_DIGITS and set(text) <= set("0123456789abcdef")
 
 
-def names_of(domain: str, tokens: Ints, *, tail: bool = False) -> list[str]:
+def compute_chunk_names(
+    domain: str, tokens: IntArray, *, include_partial: bool = False
+) -> list[str]:
     """The names of the chunks of `tokens` [n], first to last, each 64 hexadecimal digits; with
     `tail` of the last one too if it is not whole.
     """
     row = np.ascontiguousarray(tokens, np.int32).tobytes()
-    size = CHUNK * np.dtype(np.int32).itemsize
-    end = len(row) if tail else len(row) // size * size
+    size = CHUNK_TOKENS * np.dtype(np.int32).itemsize
+    end = len(row) if include_partial else len(row) // size * size
     names, parent = [], bytes.fromhex(domain)
     for at in range(0, end, size):
         parent = blake2b(parent + row[at : at + size], digest_size=NAME_BYTES).digest()

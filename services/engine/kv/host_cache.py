@@ -17,28 +17,39 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.api.engine import Stored
+from meshrl.common.api.engine import ChunkLookup
 from meshrl.common.api.stats import KVStats
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.generation.contract import Ints
-from meshrl.common.generation.loading import CHUNK, KeptPrefix, Loading, Origin, Sought
-from meshrl.services.engine.kv.chunk_files import ChunkHead, domain_of, is_domain, names_of
-from meshrl.services.engine.kv.loader import ChunkSource, Loader, Shelves, WantedPrefix
-from meshrl.services.engine.kv.peers import FROM_TOKENS, ShelvedChunks, names_in
-from meshrl.services.engine.kv.rates import LoadingPace, Worth
-from meshrl.services.engine.kv.shelf import KVTier
-from meshrl.services.engine.kv.writer import ChunkWriter, Copy
+from meshrl.common.generation.engine_contract import IntArray
+from meshrl.common.generation.prefix_loading import (
+    CHUNK_TOKENS,
+    CacheOrigin,
+    OffloadedPrefix,
+    PrefixLoad,
+    PrefixQuery,
+)
+from meshrl.services.engine.kv.chunk_files import (
+    ChunkHeader,
+    compute_chunk_names,
+    compute_domain,
+    is_domain,
+)
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.loader import ChunkLoader, ChunkSource, LocalTiers, PrefixRequest
+from meshrl.services.engine.kv.offload_policy import OffloadPolicy, TransferRate
+from meshrl.services.engine.kv.peers import MIN_TOKENS, TierChunkStore, decode_chunk_names
+from meshrl.services.engine.kv.writer import ChunkCopy, ChunkWriter
 
-SESSIONS = 1 << 14  # whose caches were let go of
+MAX_SESSIONS = 1 << 14  # whose caches were let go of
 
 
 @dataclass(frozen=True)
-class _LeftSession:
-    tokens: Ints
+class _OffloadedSession:
+    tokens: IntArray
     domain: str
     names: tuple[str, ...]
-    origin: Origin
+    origin: CacheOrigin
     adapter: str
 
 
@@ -55,7 +66,7 @@ class CachedEngine(Protocol):
     def prefill_tokens_per_s(self) -> float:
         """Known tokens computed in a second; 0: unknown."""
 
-    def keep_all(self) -> None:
+    def offload_all(self) -> None:
         """Offers all that it has."""
 
 
@@ -66,251 +77,281 @@ class HostCache:
 
     def __init__(
         self,
-        shelves: Sequence[KVTier],
+        tiers: Sequence[KVTier],
         clock: Clock,
         engine: CachedEngine,
         policy: str,
         wake: Callable[[], None],
-        failed: Callable[[BaseException], None],
+        on_error: Callable[[BaseException], None],
         peers: ChunkSource | None = None,
     ) -> None:
         """`wake` is called when something has come; `failed` hears of what nobody has thought of;
         `peers` have what lies on other hosts.
         """
-        self.keep_all = engine.keep_all
-        self._shelves, self._clock, self._engine = shelves, clock, engine
+        self.offload_all = engine.offload_all
+        self._tiers, self._clock, self._engine = tiers, clock, engine
         self._layout, self._policy = engine.cache_layout, policy
         self._bytes_per_token = engine.cache_bytes_per_token
         self._weights = ""  # the manifest of what the engine computes with; empty: unknown
-        self._holds: list[int] = []
-        self._sessions: OrderedDict[int, _LeftSession] = OrderedDict()
-        self._pending: set[str] = set()  # names of chunks that are about to be written
-        self._loads: list[Loading] = []
-        self._worth = {"session": Worth(), "prefix": Worth()}
-        self._copying = LoadingPace()  # of the engine, which stands meanwhile
-        self.sought = 0  # tokens of prefixes that were looked for
-        self.again = 0  # tokens that were computed although they had been kept
-        self.loaded: Counter[str] = Counter()  # tokens that came, by shelf
-        self.bytes: Counter[str] = Counter()  # of them
+        self._domain_locks: list[int] = []
+        self._sessions: OrderedDict[int, _OffloadedSession] = OrderedDict()
+        self._pending_names: set[str] = set()  # names of chunks that are about to be written
+        self._loads: list[PrefixLoad] = []
+        self._offload_policies = {"session": OffloadPolicy(), "prefix": OffloadPolicy()}
+        self._copy_rate = TransferRate()  # of the engine, which stands meanwhile
+        self.requested_tokens = 0  # tokens of prefixes that were looked for
+        self.recomputed_tokens = 0  # tokens that were computed although they had been kept
+        self.loaded_tokens: Counter[str] = Counter()  # tokens that came, by shelf
+        self.loaded_bytes: Counter[str] = Counter()  # of them
         self.saved_s = 0.0  # that computing them would have taken
-        about = clock, wake, self._came, failed
-        self._peers = None if peers is None else Loader(peers, *about)
-        self._found = Shelves(shelves, clock)
-        self.loader = Loader(self._found, *about, rest=self._elsewhere)
-        done = self._pending.discard
-        self.writer = ChunkWriter(shelves, clock, self._per_byte, done, failed)
+        about = clock, wake, self._count_loaded, on_error
+        self._peer_loader = None if peers is None else ChunkLoader(peers, *about)
+        self._local_tiers = LocalTiers(tiers, clock)
+        self.loader = ChunkLoader(self._local_tiers, *about, on_missing=self._request_from_peers)
+        done = self._pending_names.discard
+        self.writer = ChunkWriter(tiers, clock, self._load_s_per_byte, done, on_error)
 
-    def _per_byte(self, shelf: KVTier) -> float:
-        return self.loader.pace(shelf.name).per_byte
+    def _load_s_per_byte(self, tier: KVTier) -> float:
+        return self.loader.get_rate(tier.name).s_per_byte
 
-    def _elsewhere(self, wanted: WantedPrefix) -> None:
+    def _request_from_peers(self, request: PrefixRequest) -> None:
         """Other hosts are asked for what this one lacks, if it is much."""
-        if self._peers is not None and len(wanted.names()) * CHUNK >= FROM_TOKENS:
-            self._peers.add(wanted)
+        if (
+            self._peer_loader is not None
+            and len(request.compute_names()) * CHUNK_TOKENS >= MIN_TOKENS
+        ):
+            self._peer_loader.add(request)
 
     def close(self) -> None:
         self.loader.close()
-        if self._peers is not None:
-            self._peers.close()
+        if self._peer_loader is not None:
+            self._peer_loader.close()
         self.writer.close()
-        for descriptor in self._holds:
+        for descriptor in self._domain_locks:
             os.close(descriptor)
-        self._holds = []
-        for shelf in self._shelves:
+        self._domain_locks = []
+        for shelf in self._tiers:
             shelf.close()
 
-    def computing(self, weights: str, adapters: Sequence[str] = ()) -> None:
+    def set_weights(self, manifest: str, adapters: Sequence[str] = ()) -> None:
         """The engine computes with the weights of this manifest from now on, or with none that has
         a name; what was kept of others goes once nobody can use it."""
-        if weights == self._weights:
+        if manifest == self._weights:
             return
-        self._weights = weights
-        domains = [self._domain(adapter) for adapter in ("", *adapters)] if weights else []
+        self._weights = manifest
+        domains = [self._compute_domain(adapter) for adapter in ("", *adapters)] if manifest else []
         if self._policy == "recompute":
-            self.release(list(self._sessions))
-        self.writer.do(partial(self._exchange, domains))
+            self.release_sessions(list(self._sessions))
+        self.writer.submit(partial(self._swap_domain_locks, domains))
 
-    def _exchange(self, domains: Sequence[str]) -> None:
-        held = [shelf.hold(domain) for shelf in self._shelves for domain in domains]
-        before, self._holds = self._holds, [one for one in held if one is not None]
+    def _swap_domain_locks(self, domains: Sequence[str]) -> None:
+        held = [shelf.lock_domain(domain) for shelf in self._tiers for domain in domains]
+        before, self._domain_locks = self._domain_locks, [one for one in held if one is not None]
         for descriptor in before:
             os.close(descriptor)
-        for shelf in self._shelves:
-            shelf.empty()
+        for shelf in self._tiers:
+            shelf.remove_unusable()
 
-    def _domain(self, adapter: str) -> str:
-        return domain_of(self._weights, adapter, self._layout, self._policy)
+    def _compute_domain(self, adapter: str) -> str:
+        return compute_domain(self._weights, adapter, self._layout, self._policy)
 
     # -- what is looked for ----------------------------------------------------------------------
 
-    def find(self, sought: Sought) -> Loading | None:
+    def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
         """What will come of a prefix, perhaps nothing; None: there is nothing to look for."""
         if not self._weights:
             return None
-        now_s, n = self._clock.monotonic(), len(sought.tokens)
-        self.sought += n - sought.computed
-        session = self._session_of(sought)
-        domain = self._domain(sought.adapter)
+        now_s, n = self._clock.monotonic(), len(query.tokens)
+        self.requested_tokens += n - query.num_computed_tokens
+        session = self._find_session(query)
+        domain = self._compute_domain(query.adapter)
         if session is not None and session.domain != domain:  # of earlier weights, or of several
-            load = self._alone(sought, session, now_s)
+            load = self._load_stale_session(query, session, now_s)
             if load is not None:
                 return load
             session = None
         origin = session.origin if session is not None else None
-        load = Loading(sought.computed, (n - 1) // CHUNK * CHUNK, now_s, origin=origin)
+        load = PrefixLoad(
+            query.num_computed_tokens, (n - 1) // CHUNK_TOKENS * CHUNK_TOKENS, now_s, origin=origin
+        )
         self._loads.append(load)
-        tokens = sought.tokens[: n - 1]
-        if any(self._there(domain, name) for name in names_of(domain, tokens[:CHUNK])):
-            load.expected_s = CHUNK * self._bytes_per_token * self._per_byte(self._shelves[0])
-        self.loader.add(WantedPrefix(load, domain, lambda: by_start(names_of(domain, tokens))))
+        tokens = query.tokens[: n - 1]
+        if any(
+            self._has_chunk(domain, name)
+            for name in compute_chunk_names(domain, tokens[:CHUNK_TOKENS])
+        ):
+            load.expected_chunk_s = (
+                CHUNK_TOKENS * self._bytes_per_token * self._load_s_per_byte(self._tiers[0])
+            )
+        self.loader.add(
+            PrefixRequest(load, domain, lambda: index_by_start(compute_chunk_names(domain, tokens)))
+        )
         return load
 
-    def _session_of(self, sought: Sought) -> _LeftSession | None:
+    def _find_session(self, query: PrefixQuery) -> _OffloadedSession | None:
         """What is kept of its own cache, if it goes on from there."""
-        found = self._sessions.get(sought.session)
-        if found is None or found.adapter != sought.adapter:
+        found = self._sessions.get(query.session)
+        if found is None or found.adapter != query.adapter:
             return None
         n = len(found.tokens)
-        goes_on = n < len(sought.tokens) and bool((sought.tokens[:n] == found.tokens).all())
+        goes_on = n < len(query.tokens) and bool((query.tokens[:n] == found.tokens).all())
         return found if goes_on else None
 
-    def _alone(self, sought: Sought, session: _LeftSession, now_s: float) -> Loading | None:
+    def _load_stale_session(
+        self, query: PrefixQuery, session: _OffloadedSession, now_s: float
+    ) -> PrefixLoad | None:
         """A cache of earlier weights, where it may be used and is loaded faster than computed."""
         n, origin = len(session.tokens), session.origin
-        if self._policy != "keep" or sought.computed or origin.first_sampled >= n:
+        if self._policy != "keep" or query.num_computed_tokens or origin.first_sampled_index >= n:
             return None
         rate = self._engine.prefill_tokens_per_s
-        per_byte = max(map(self._per_byte, self._shelves))
+        per_byte = max(map(self._load_s_per_byte, self._tiers))
         if rate and per_byte * self._bytes_per_token > 1 / rate:
             return None
-        load = Loading(0, n, now_s, origin=origin, alone=True)
+        load = PrefixLoad(0, n, now_s, origin=origin, is_front_first=True)
         self._loads.append(load)
-        self.loader.add(WantedPrefix(load, session.domain, lambda: by_start(session.names)))
+        self.loader.add(PrefixRequest(load, session.domain, lambda: index_by_start(session.names)))
         return load
 
-    def _came(self, tier: str, head: ChunkHead, size: int) -> None:
-        tokens = head.tokens
-        self.loaded[tier] += tokens
-        self.bytes[tier] += size
-        self._worth["session" if head.session else "prefix"].was_used()
+    def _count_loaded(self, tier: str, header: ChunkHeader, size: int) -> None:
+        tokens = header.tokens
+        self.loaded_tokens[tier] += tokens
+        self.loaded_bytes[tier] += size
+        self._offload_policies["session" if header.session_tag else "prefix"].count_reuse()
         rate = self._engine.prefill_tokens_per_s
         self.saved_s += tokens / rate if rate else 0.0
 
     # -- what is kept ----------------------------------------------------------------------------
 
-    def keep(self, kept: KeptPrefix) -> None:
+    def offload(self, prefix: OffloadedPrefix) -> None:
         """Copies out what is worth it, the last chunks first, for so long as an engine may stand.
         A cache of several weights is its session's alone, and of use as a whole.
         """
-        if not self._weights or not (kept.pure or (kept.lost and self._policy == "keep")):
+        if not self._weights or not (
+            prefix.is_single_version or (prefix.is_evicted and self._policy == "keep")
+        ):
             return
-        n = len(kept.tokens)
-        if not kept.pure and (kept.session < 0 or kept.origin.first_sampled >= n):
+        n = len(prefix.tokens)
+        if not prefix.is_single_version and (
+            prefix.session < 0 or prefix.origin.first_sampled_index >= n
+        ):
             return  # nobody could use it
-        domain = self._domain(kept.adapter) if kept.pure else os.urandom(16).hex()
-        own = kept.lost and kept.session >= 0
-        names = names_of(domain, kept.tokens, tail=own)  # all of it, if it outlives its weights
-        tag = kept.session + 1 if own else 0
-        copied = self._copied(kept, domain, names, tag)
-        if own and (copied or kept.pure):
-            self._remember(kept, domain, names, tag)
+        domain = (
+            self._compute_domain(prefix.adapter)
+            if prefix.is_single_version
+            else os.urandom(16).hex()
+        )
+        own = prefix.is_evicted and prefix.session >= 0
+        names = compute_chunk_names(
+            domain, prefix.tokens, include_partial=own
+        )  # all of it, if it outlives its weights
+        tag = prefix.session + 1 if own else 0
+        copied = self._copy_chunks(prefix, domain, names, tag)
+        if own and (copied or prefix.is_single_version):
+            self._record_session(prefix, domain, names, tag)
 
-    def _copied(self, kept: KeptPrefix, domain: str, names: Sequence[str], tag: int) -> bool:
+    def _copy_chunks(
+        self, prefix: OffloadedPrefix, domain: str, names: Sequence[str], tag: int
+    ) -> bool:
         """Copies what is worth it; whether all of it lies there or is on the way."""
-        clock, n = self._clock, len(kept.tokens)
+        clock, n = self._clock, len(prefix.tokens)
         began = clock.monotonic()
-        worth = self._worth["session" if kept.lost else "prefix"]
+        worth = self._offload_policies["session" if prefix.is_evicted else "prefix"]
         rate = self._engine.prefill_tokens_per_s
         for index in reversed(range(len(names))):
-            name, start = names[index], index * CHUNK
-            end = min(start + CHUNK, n)
-            if name in self._pending or self._there(domain, name):
+            name, start = names[index], index * CHUNK_TOKENS
+            end = min(start + CHUNK_TOKENS, n)
+            if name in self._pending_names or self._has_chunk(domain, name):
                 continue
             size = (end - start) * self._bytes_per_token
             saved_s = (end - start) / rate if rate else 0.0
-            left_s = began + kept.stop_s - clock.monotonic()
-            if left_s <= 0 or not self.writer.room(size, left_s):
-                self.writer.not_kept += index + 1
+            left_s = began + prefix.copy_budget_s - clock.monotonic()
+            if left_s <= 0 or not self.writer.wait_for_room(size, left_s):
+                self.writer.dropped_chunks += index + 1
                 return False
-            if kept.pure and not worth.pays(saved_s, size * self._copying.per_byte):
+            if prefix.is_single_version and not worth.is_worthwhile(
+                saved_s, size * self._copy_rate.s_per_byte
+            ):
                 continue
             at = clock.monotonic()
-            content = np.ascontiguousarray(kept.read(start, end))
-            self._copying.add(content.nbytes, clock.monotonic() - at)
-            worth.was_kept()
-            self._pending.add(name)
+            content = np.ascontiguousarray(prefix.read(start, end))
+            self._copy_rate.add(content.nbytes, clock.monotonic() - at)
+            worth.count_offload()
+            self._pending_names.add(name)
             self.writer.add(
-                Copy(domain, name, ChunkHead(start, end - start, saved_s, tag), content)
+                ChunkCopy(domain, name, ChunkHeader(start, end - start, saved_s, tag), content)
             )
         return True
 
-    def _there(self, domain: str, name: str) -> bool:
-        return any(shelf.files.has(domain, name) for shelf in self._shelves)
+    def _has_chunk(self, domain: str, name: str) -> bool:
+        return any(shelf.files.has(domain, name) for shelf in self._tiers)
 
-    def _remember(self, kept: KeptPrefix, domain: str, names: Sequence[str], tag: int) -> None:
-        before = self._sessions.pop(kept.session, None)
-        self._sessions[kept.session] = _LeftSession(
-            kept.tokens, domain, tuple(names), kept.origin, kept.adapter
+    def _record_session(
+        self, prefix: OffloadedPrefix, domain: str, names: Sequence[str], tag: int
+    ) -> None:
+        before = self._sessions.pop(prefix.session, None)
+        self._sessions[prefix.session] = _OffloadedSession(
+            prefix.tokens, domain, tuple(names), prefix.origin, prefix.adapter
         )
         stays = frozenset(names) if before is not None and before.domain == domain else frozenset()
         old = [name for name in before.names if name not in stays] if before is not None else []
 
         def note() -> None:
-            for shelf in self._shelves:
-                shelf.wait_for(tag)
+            for shelf in self._tiers:
+                shelf.mark_resumable(tag)
                 if before is not None:
-                    shelf.drop(before.domain, old, tag)
+                    shelf.remove_session_chunks(before.domain, old, tag)
 
-        self.writer.do(note)
-        if len(self._sessions) > SESSIONS:
-            self._forget(next(iter(self._sessions)))
+        self.writer.submit(note)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._drop_session(next(iter(self._sessions)))
 
-    def release(self, sessions: Sequence[int]) -> None:
+    def release_sessions(self, sessions: Sequence[int]) -> None:
         """These sessions have ended: nobody asks for what was theirs alone."""
         for session in sessions:
-            self._forget(session)
+            self._drop_session(session)
 
-    def _forget(self, session: int) -> None:
+    def _drop_session(self, session: int) -> None:
         found = self._sessions.pop(session, None)
         if found is None:
             return
 
         def forget() -> None:
-            for shelf in self._shelves:
-                shelf.forget(session + 1)
-                shelf.drop(found.domain, found.names, session + 1)
+            for shelf in self._tiers:
+                shelf.unmark_resumable(session + 1)
+                shelf.remove_session_chunks(found.domain, found.names, session + 1)
 
-        self.writer.do(forget)
+        self.writer.submit(forget)
 
     @property
-    def shelved(self) -> ShelvedChunks:
-        return ShelvedChunks(self._shelves)
+    def chunk_store(self) -> TierChunkStore:
+        return TierChunkStore(self._tiers)
 
-    def stored(self, asked: Stored) -> NDArray[np.bool_]:
+    def look_up_chunks(self, request: ChunkLookup) -> NDArray[np.bool_]:
         """Which of the chunks lie on the shelves, bool [n]; they stay for a while."""
-        names = names_in(asked)
-        if not is_domain(asked.domain):
-            raise BadMessage(f"{asked.domain!r:.60} names no weights")
-        there = set(self._found.look(asked.domain, dict(enumerate(names))))
+        names = decode_chunk_names(request)
+        if not is_domain(request.domain):
+            raise BadMessage(f"{request.domain!r:.60} names no weights")
+        there = set(self._local_tiers.look_up(request.domain, dict(enumerate(names))))
         return np.array([index in there for index in range(len(names))], np.bool_)
 
     def stats(self) -> KVStats:
-        for load in [load for load in self._loads if load.cancelled]:
+        for load in [load for load in self._loads if load.is_cancelled]:
             self._loads.remove(load)
-            self.again += max(0, load.found - load.loaded)
-        troubles = [*(shelf.refused for shelf in self._shelves), self.writer.trouble]
+            self.recomputed_tokens += max(0, load.num_available - load.num_skipped)
+        troubles = [*(shelf.last_error for shelf in self._tiers), self.writer.last_error]
         return KVStats(
-            again=self.again,
-            loaded=dict(self.loaded),
-            bytes_in=dict(self.bytes),
-            bytes_out=dict(self.writer.written),
-            sought=self.sought,
-            not_kept=self.writer.not_kept,
+            again=self.recomputed_tokens,
+            loaded=dict(self.loaded_tokens),
+            bytes_in=dict(self.loaded_bytes),
+            bytes_out=dict(self.writer.written_bytes),
+            sought=self.requested_tokens,
+            not_kept=self.writer.dropped_chunks,
             saved_s=round(self.saved_s, 3),
-            used={shelf.name: shelf.used for shelf in self._shelves},
+            used={shelf.name: shelf.used_bytes for shelf in self._tiers},
             refused=[trouble for trouble in troubles if trouble],
         )
 
 
-def by_start(names: Sequence[str]) -> dict[int, str]:
-    return {index * CHUNK: name for index, name in enumerate(names)}
+def index_by_start(names: Sequence[str]) -> dict[int, str]:
+    return {index * CHUNK_TOKENS: name for index, name in enumerate(names)}

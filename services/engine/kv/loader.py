@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshrl.common.base.clock import Clock
-from meshrl.common.generation.loading import CHUNK, Content, Loading
-from meshrl.services.engine.kv.chunk_files import ChunkHead
-from meshrl.services.engine.kv.rates import LoadingPace
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, ChunkBytes, PrefixLoad
+from meshrl.services.engine.kv.chunk_files import ChunkHeader
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.offload_policy import TransferRate
 
-AHEAD_BYTES = 512 << 20  # that the engine has not yet put in its place
+MAX_UNREAD_BYTES = 512 << 20  # that the engine has not yet put in its place
 RESERVED_S = 60.0  # for which what a prefix is loaded from stays where it is
-LOOK_S = 0.05  # between two looks whether the engine has taken what has come
+POLL_S = 0.05  # between two looks whether the engine has taken what has come
 
-Came = tuple[str, ChunkHead, Content]  # from which tier, and a chunk
+LoadedChunk = tuple[str, ChunkHeader, ChunkBytes]  # from which tier, and a chunk
 
 
 class ChunkSource(Protocol):
@@ -31,31 +31,31 @@ class ChunkSource(Protocol):
 
     name: str
 
-    def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
+    def look_up(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
         """Which of these chunks it has, by their first tokens."""
 
-    def read(self, domain: str, name: str) -> Came | None:
+    def read(self, domain: str, name: str) -> LoadedChunk | None:
         """A chunk, checked; None: it has it no more."""
 
 
-class Shelves:
+class LocalTiers:
     """Those of this host, the nearest first."""
 
     name = "shelves"
 
-    def __init__(self, shelves: Sequence[KVTier], clock: Clock) -> None:
-        self._shelves, self._clock = shelves, clock
+    def __init__(self, tiers: Sequence[KVTier], clock: Clock) -> None:
+        self._tiers, self._clock = tiers, clock
 
-    def look(self, domain: str, names: Mapping[int, str]) -> list[int]:
+    def look_up(self, domain: str, names: Mapping[int, str]) -> list[int]:
         until_s = self._clock.wall() + RESERVED_S
         return [
             start
             for start, name in names.items()
-            if any(shelf.files.use(domain, name, until_s) for shelf in self._shelves)
+            if any(shelf.files.reserve(domain, name, until_s) for shelf in self._tiers)
         ]
 
-    def read(self, domain: str, name: str) -> Came | None:
-        for shelf in self._shelves:
+    def read(self, domain: str, name: str) -> LoadedChunk | None:
+        for shelf in self._tiers:
             found = shelf.files.read(domain, name)
             if found is not None:
                 return (shelf.name, *found)
@@ -63,34 +63,36 @@ class Shelves:
 
 
 @dataclass
-class WantedPrefix:
+class PrefixRequest:
     """A prefix of which some may lie there."""
 
-    load: Loading
+    load: PrefixLoad
     domain: str
-    names: Callable[[], Mapping[int, str]]  # of its chunks, by their first tokens; dear to make
-    left: dict[int, str] = field(default_factory=dict)  # that may still be brought
+    compute_names: Callable[
+        [], Mapping[int, str]
+    ]  # of its chunks, by their first tokens; dear to make
+    available: dict[int, str] = field(default_factory=dict)  # that may still be brought
 
-    def next(self) -> int | None:
+    def choose_next_chunk(self) -> int | None:
         """The first token of the chunk to bring next; None: there is none."""
-        for start in list(self.left):
-            if not self.load.wants(start):
-                del self.left[start]
-        if not self.left:
+        for start in list(self.available):
+            if not self.load.needs_chunk(start):
+                del self.available[start]
+        if not self.available:
             return None
-        return min(self.left) if self.load.alone else max(self.left)
+        return min(self.available) if self.load.is_front_first else max(self.available)
 
 
-def best(wanted: Sequence[WantedPrefix]) -> tuple[WantedPrefix, int] | None:
+def choose_chunk(requests: Sequence[PrefixRequest]) -> tuple[PrefixRequest, int] | None:
     """Whose chunk to bring next, and which; those that only loading helps go first, as their
     engine waits for them."""
-    offers = [(one, start) for one in wanted if (start := one.next()) is not None]
+    offers = [(one, start) for one in requests if (start := one.choose_next_chunk()) is not None]
     if not offers:
         return None
-    return max(offers, key=lambda offer: (offer[0].load.alone, offer[1]))
+    return max(offers, key=lambda offer: (offer[0].load.is_front_first, offer[1]))
 
 
-class Loader:
+class ChunkLoader:
     """A thread that brings what is wanted from one source, until it is closed. `came(tier, head,
     bytes)` is called there for each chunk, `wake` after it; `failed` if the thread ends otherwise.
     `rest` gets what the source does not have.
@@ -101,27 +103,32 @@ class Loader:
         source: ChunkSource,
         clock: Clock,
         wake: Callable[[], None],
-        came: Callable[[str, ChunkHead, int], None],
-        failed: Callable[[BaseException], None],
-        rest: Callable[[WantedPrefix], None] = lambda _: None,
+        on_loaded: Callable[[str, ChunkHeader, int], None],
+        on_error: Callable[[BaseException], None],
+        on_missing: Callable[[PrefixRequest], None] = lambda _: None,
     ) -> None:
         self._source, self._clock = source, clock
-        self._wake, self._came, self._failed, self._rest = wake, came, failed, rest
-        self.paces: dict[str, LoadingPace] = {}
-        self._new: list[WantedPrefix] = []
-        self._wanted: list[WantedPrefix] = []
+        self._wake, self._on_loaded, self._on_error, self._on_missing = (
+            wake,
+            on_loaded,
+            on_error,
+            on_missing,
+        )
+        self.rates: dict[str, TransferRate] = {}
+        self._added: list[PrefixRequest] = []
+        self._requests: list[PrefixRequest] = []
         self._condition = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv {source.name}", daemon=True)
         self._thread.start()
 
-    def pace(self, tier: str) -> LoadingPace:
-        return self.paces.setdefault(tier, LoadingPace())
+    def get_rate(self, tier: str) -> TransferRate:
+        return self.rates.setdefault(tier, TransferRate())
 
-    def add(self, wanted: WantedPrefix) -> None:
-        wanted.load.bringers.add(self._source.name)
+    def add(self, request: PrefixRequest) -> None:
+        request.load.loaders.add(self._source.name)
         with self._condition:
-            self._new.append(wanted)
+            self._added.append(request)
             self._condition.notify()
 
     def close(self) -> None:
@@ -132,71 +139,79 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            while self._go_on():
+            while self._run_once():
                 pass
         except BaseException as error:
             if not self._closed:
-                self._failed(error)
+                self._on_error(error)
         finally:
-            for wanted in [*self._new, *self._wanted]:
-                self._end(wanted)
+            for wanted in [*self._added, *self._requests]:
+                self._finish(wanted)
 
-    def _go_on(self) -> bool:
+    def _run_once(self) -> bool:
         with self._condition:
-            while not (self._new or self._wanted or self._closed):
+            while not (self._added or self._requests or self._closed):
                 self._condition.wait()
             if self._closed:
                 return False
-            new, self._new = self._new, []
+            new, self._added = self._added, []
         for wanted in new:
-            self._look(wanted)
-            self._wanted.append(wanted)
-        chosen = best(self._wanted)
-        for wanted in [one for one in self._wanted if one.next() is None]:
-            self._wanted.remove(wanted)
-            self._end(wanted)
+            self._look_up(wanted)
+            self._requests.append(wanted)
+        chosen = choose_chunk(self._requests)
+        for wanted in [one for one in self._requests if one.choose_next_chunk() is None]:
+            self._requests.remove(wanted)
+            self._finish(wanted)
         if chosen is not None:
-            self._bring(*chosen)
+            self._load_chunk(*chosen)
         return True
 
-    def _end(self, wanted: WantedPrefix) -> None:
-        wanted.load.bringers.discard(self._source.name)
-        if not wanted.load.bringers:
-            wanted.load.over = True
+    def _finish(self, request: PrefixRequest) -> None:
+        request.load.loaders.discard(self._source.name)
+        if not request.load.loaders:
+            request.load.is_finished = True
         self._wake()
 
-    def _look(self, wanted: WantedPrefix) -> None:
-        load = wanted.load
-        if load.cancelled:
+    def _look_up(self, request: PrefixRequest) -> None:
+        load = request.load
+        if load.is_cancelled:
             return
-        names = {start: name for start, name in wanted.names().items() if load.wants(start)}
-        there = set(self._source.look(wanted.domain, names))
+        names = {
+            start: name
+            for start, name in request.compute_names().items()
+            if load.needs_chunk(start)
+        }
+        there = set(self._source.look_up(request.domain, names))
         for start, name in names.items():
             if start in there:
-                wanted.left[start] = name
-            elif load.alone:
+                request.available[start] = name
+            elif load.is_front_first:
                 break  # what lies behind a gap would be of no use
         missing = {start: name for start, name in names.items() if start not in there}
-        if missing and not load.alone:
-            self._rest(WantedPrefix(load, wanted.domain, lambda: missing))
-        load.found += CHUNK * len(wanted.left)
+        if missing and not load.is_front_first:
+            self._on_missing(PrefixRequest(load, request.domain, lambda: missing))
+        load.num_available += CHUNK_TOKENS * len(request.available)
 
-    def _bring(self, wanted: WantedPrefix, start: int) -> None:
-        name, load = wanted.left.pop(start), wanted.load
+    def _load_chunk(self, request: PrefixRequest, start: int) -> None:
+        name, load = request.available.pop(start), request.load
         began = self._clock.monotonic()
-        found = self._source.read(wanted.domain, name)
-        if found is None or found[1].start != start:
-            if load.alone:
-                wanted.left.clear()
+        found = self._source.read(request.domain, name)
+        if found is None or found[1].start_token != start:
+            if load.is_front_first:
+                request.available.clear()
             return
         tier, head, content = found
-        pace = self.pace(tier)
+        pace = self.get_rate(tier)
         pace.add(content.nbytes, self._clock.monotonic() - began)
-        if load.wants(start):
-            load.expected_s = content.nbytes * pace.per_byte * len(self._wanted)
-            load.bring(start, start + head.tokens, content)
-            self._came(tier, head, content.nbytes)
+        if load.needs_chunk(start):
+            load.expected_chunk_s = content.nbytes * pace.s_per_byte * len(self._requests)
+            load.add_chunk(start, start + head.tokens, content)
+            self._on_loaded(tier, head, content.nbytes)
             self._wake()
-            while not load.cancelled and not self._closed and load.waiting_bytes > AHEAD_BYTES:
+            while (
+                not load.is_cancelled
+                and not self._closed
+                and load.received_bytes > MAX_UNREAD_BYTES
+            ):
                 with self._condition:
-                    self._condition.wait(LOOK_S)
+                    self._condition.wait(POLL_S)

@@ -14,29 +14,31 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshrl.common.api.engine import Engine, Stored
+from meshrl.common.api.engine import ChunkLookup, Engine
 from meshrl.common.base.errors import MeshError
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import registry
-from meshrl.common.state.registry import Entry
+from meshrl.common.state.registry import RegistryEntry
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.services.engine.kv.chunk_files import HEAD_BYTES, NAME_BYTES, unpacked
-from meshrl.services.engine.kv.loader import Came
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.services.engine.kv.chunk_files import HEADER_BYTES, NAME_BYTES, verify_chunk
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.loader import LoadedChunk
 
 T = TypeVar("T")
 
-FROM_TOKENS = 1024  # that this host lacks, before others are asked
-ASK_S = 1.0  # for a host to say what it has
-CHUNK_S = 10.0  # for one chunk
-WAIT_S = CHUNK_S + 5.0  # for the loop to do what it was asked
-LISTED_S = 2.0  # between two looks at who is there
-FRUITLESS = 32  # answers in a row that nothing was there, after which only one in so many asks
-SELDOM = 16
+MIN_TOKENS = 1024  # that this host lacks, before others are asked
+QUERY_TIMEOUT_S = 1.0  # for a host to say what it has
+CHUNK_TIMEOUT_S = 10.0  # for one chunk
+LOOP_TIMEOUT_S = CHUNK_TIMEOUT_S + 5.0  # for the loop to do what it was asked
+REFRESH_S = 2.0  # between two looks at who is there
+MAX_EMPTY_ANSWERS = (
+    32  # answers in a row that nothing was there, after which only one in so many asks
+)
+QUERY_EVERY = 16
 
 
-class Peers:
+class PeerEngines:
     """The engines of one job on other hosts; see `Source`."""
 
     name = "peers"
@@ -44,90 +46,92 @@ class Peers:
     def __init__(self, mesh: Mesh, job: str, loop: asyncio.AbstractEventLoop) -> None:
         self._mesh, self._job, self._loop = mesh, job, loop
         self._client = BulkClient(mesh)
-        self._listed_s = -LISTED_S
-        self._hosts: list[Entry] = []
-        self._where: dict[str, Entry] = {}  # chunks that were found, by name
-        self._fruitless = self._passed = 0
+        self._refreshed_s = -REFRESH_S
+        self._hosts: list[RegistryEntry] = []
+        self._locations: dict[str, RegistryEntry] = {}  # chunks that were found, by name
+        self._empty_answers = self._look_ups = 0
 
-    def look(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
-        self._passed += 1
-        if self._fruitless >= FRUITLESS and self._passed % SELDOM:
+    def look_up(self, domain: str, names: Mapping[int, str]) -> Collection[int]:
+        self._look_ups += 1
+        if self._empty_answers >= MAX_EMPTY_ANSWERS and self._look_ups % QUERY_EVERY:
             return ()
-        found = self._on_loop(self._look(domain, list(names.values())))
-        self._fruitless = 0 if found else self._fruitless + bool(self._hosts)
-        self._where = {**dict(list(self._where.items())[-8192:]), **(found or {})}
+        found = self._run_on_loop(self._query_hosts(domain, list(names.values())))
+        self._empty_answers = 0 if found else self._empty_answers + bool(self._hosts)
+        self._locations = {**dict(list(self._locations.items())[-8192:]), **(found or {})}
         return [start for start, name in names.items() if name in (found or {})]
 
-    async def _look(self, domain: str, names: Sequence[str]) -> dict[str, Entry]:
+    async def _query_hosts(self, domain: str, names: Sequence[str]) -> dict[str, RegistryEntry]:
         now_s = self._mesh.clock.monotonic()
-        if now_s - self._listed_s > LISTED_S:
-            self._listed_s = now_s
-            entries = await registry.entries(self._mesh.state, "engine")
+        if now_s - self._refreshed_s > REFRESH_S:
+            self._refreshed_s = now_s
+            entries = await registry.list_entries(self._mesh.state, "engine")
             self._hosts = list(
-                {entry.host: entry for entry in entries if self._serves(entry)}.values()
+                {entry.host: entry for entry in entries if self._is_peer(entry)}.values()
             )
         packed = np.frombuffer(bytes.fromhex("".join(names)), np.uint8)
-        asked = Stored(domain, packed)
-        found: dict[str, Entry] = {}
+        asked = ChunkLookup(domain, packed)
+        found: dict[str, RegistryEntry] = {}
 
-        async def ask(entry: Entry) -> None:
+        async def ask(entry: RegistryEntry) -> None:
             try:
                 ref = self._mesh.ref(entry.name)
-                answer = await ref.call(Engine.stored, asked, deadline_s=ASK_S)
+                answer = await ref.call(Engine.look_up_chunks, asked, deadline_s=QUERY_TIMEOUT_S)
             except MeshError:
                 return
-            there = answer.there.tolist()
+            there = answer.found.tolist()
             found.update({name: entry for name, has in zip(names, there, strict=False) if has})
 
         await asyncio.gather(*map(ask, self._hosts))
         return found
 
-    def _serves(self, entry: Entry) -> bool:
+    def _is_peer(self, entry: RegistryEntry) -> bool:
         other = entry.host != self._mesh.settings.host
         return other and entry.alive and bool(entry.bulk) and entry.stats.get("job") == self._job
 
-    def read(self, domain: str, name: str) -> Came | None:
+    def read(self, domain: str, name: str) -> LoadedChunk | None:
         """A chunk of another host, checked; None: it cannot be had."""
-        entry = self._where.get(name)
+        entry = self._locations.get(name)
         if entry is None:
             return None
-        content = self._on_loop(self._client.lent(entry, name, deadline_s=CHUNK_S))
-        if content is None or len(content) <= HEAD_BYTES:
+        content = self._run_on_loop(
+            self._client.fetch_unchecked(entry, name, deadline_s=CHUNK_TIMEOUT_S)
+        )
+        if content is None or len(content) <= HEADER_BYTES:
             return None
-        body = np.frombuffer(content, np.uint8)[HEAD_BYTES:]
-        head = unpacked(name, content[:HEAD_BYTES], body)
+        body = np.frombuffer(content, np.uint8)[HEADER_BYTES:]
+        head = verify_chunk(name, content[:HEADER_BYTES], body)
         if head is None:
             self._mesh.telemetry.count("kv_damaged")
             return None
         return self.name, head, body
 
-    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T | None:
+    def _run_on_loop(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What comes of it; None: it failed, or the loop has no time for it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(WAIT_S)
+            return future.result(LOOP_TIMEOUT_S)
         except (MeshError, TimeoutError, CancelledError, RuntimeError):  # or it is closing
             future.cancel()
             return None
 
 
-class ShelvedChunks(ChunkStore):
+class TierChunkStore(ChunkStore):
     """The shelves of a host as a bulk port serves them: by the names of chunks, which are no
     digests; whoever asks checks what comes.
     """
 
-    def __init__(self, shelves: Sequence[KVTier]) -> None:
-        super().__init__(shelves[0].files.directory)
-        self._shelves = shelves
+    def __init__(self, tiers: Sequence[KVTier]) -> None:
+        super().__init__(tiers[0].files.directory)
+        self._tiers = tiers
 
-    def path(self, digest: str) -> Path:
-        missing = super().path(digest)
-        for shelf in self._shelves:
+    def chunk_path(self, digest: str) -> Path:
+        missing = super().chunk_path(digest)
+        for shelf in self._tiers:
             for path in shelf.files.directory.glob(f"*/{digest[:2]}/{digest}"):
                 return path
         return missing
 
 
-def names_in(asked: Stored) -> list[str]:
-    text = asked.names.tobytes().hex()
+def decode_chunk_names(request: ChunkLookup) -> list[str]:
+    text = request.chunk_names.tobytes().hex()
     return [text[at : at + 2 * NAME_BYTES] for at in range(0, len(text), 2 * NAME_BYTES)]

@@ -16,23 +16,23 @@ from typing import Any
 from torch import Tensor
 
 from meshrl.common.base.errors import MeshError, Refused, RemoteFailure
-from meshrl.common.generation.batch.adapters import changes_of
+from meshrl.common.generation.batch.adapter_deltas import build_adapter_deltas
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.architecture.projections import FUSED, projections
-from meshrl.common.model.network.lora import factor_of, to_peft
+from meshrl.common.model.architecture.projections import FUSED_PROJECTIONS, build_projections
+from meshrl.common.model.network.lora import parse_adapter_tensor_name, to_peft
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.http import Http, Pending
-from meshrl.services.engine.sglang.reading_back import padded
-from meshrl.services.engine.sglang.weights import inline
+from meshrl.services.engine.sglang.http_client import HttpClient, PendingResult
+from meshrl.services.engine.sglang.readback import pad_tensor
+from meshrl.services.engine.sglang.weight_transports import pickle_inline
 
-LOAD_S = 50.0  # for an adapter to be in place; as other weights have
+LOAD_TIMEOUT_S = 50.0  # for an adapter to be in place; as other weights have
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    there: str  # what the server calls it
+    server_name: str  # what the server calls it
     version: int
 
 
@@ -41,12 +41,12 @@ class ServerAdapters:
     started for adapters.
     """
 
-    def __init__(self, http: Http, config: ModelConfig, ranks: int, *, on_cpu: bool) -> None:
+    def __init__(self, http: HttpClient, config: ModelConfig, ranks: int, *, on_cpu: bool) -> None:
         self.loaded: dict[str, LoadedAdapter] = {}  # the newest of each, by our name
         self._http, self._config, self._ranks, self._on_cpu = http, config, ranks, on_cpu
         self._numbers = itertools.count()
-        self._passed: set[str] = set()  # earlier ones, which requests may still have
-        self._leaving: list[Pending[Any]] = []
+        self._superseded: set[str] = set()  # earlier ones, which requests may still have
+        self._unloads: list[PendingResult[Any]] = []
 
     @property
     def versions(self) -> dict[str, int]:
@@ -63,7 +63,7 @@ class ServerAdapters:
                 fix='set lora.engines to "merged", or to "beside" and start it again',
             )
         ranks = {tensor.shape[0] for factor, tensor in tensors.items() if factor.endswith(".a")}
-        changes_of(self._config, tensors, scale)
+        build_adapter_deltas(self._config, tensors, scale)
         if len(ranks) != 1:
             raise Refused(
                 f"the adapter has factors of ranks {sorted(ranks)}, and SGLang takes one rank",
@@ -71,9 +71,9 @@ class ServerAdapters:
                 fix="train all projections with one rank",
             )
         there = f"{name}@{version}.{next(self._numbers)}"
-        rank, theirs = ranks.pop(), to_peft(self._config, whole(self._config, tensors))
+        rank, theirs = ranks.pop(), to_peft(self._config, fill_fused_factors(self._config, tensors))
         if self._on_cpu:
-            theirs = {name: padded(name, tensor) for name, tensor in theirs.items()}
+            theirs = {name: pad_tensor(name, tensor) for name, tensor in theirs.items()}
         body = {
             "lora_name": there,
             "config_dict": {
@@ -82,47 +82,49 @@ class ServerAdapters:
                 "lora_alpha": scale * rank,
                 "target_modules": sorted({name.split(".")[-3] for name in theirs}),
             },
-            "serialized_named_tensors": [inline(theirs)] * self._ranks,
+            "serialized_named_tensors": [pickle_inline(theirs)] * self._ranks,
         }
-        answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_S)
+        answer = self._http.call("POST", v0_5.LOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S)
         if not isinstance(answer, dict) or not answer.get("success", False):
             told = answer.get("error_message", "") if isinstance(answer, dict) else answer
             raise RemoteFailure(f"{v0_5.LOAD_ADAPTER}: {there}: {told}", where=self._http.url)
         if (before := self.loaded.get(name)) is not None:
-            self._passed.add(before.there)
+            self._superseded.add(before.server_name)
         self.loaded[name] = LoadedAdapter(there, version)
 
     def unload(self, name: str) -> None:
         """Frees an adapter that no request has."""
         loaded = self.loaded.pop(name, None)
         if loaded is not None:
-            self._passed.add(loaded.there)
+            self._superseded.add(loaded.server_name)
 
-    def sweep(self, used: Iterable[str]) -> None:
+    def unload_unused(self, used: Iterable[str]) -> None:
         """Has the server let go of passed versions that are not `used`."""
-        for there in self._passed - set(used):
-            self._passed.discard(there)
+        for there in self._superseded - set(used):
+            self._superseded.discard(there)
             body = {"lora_name": there}
-            asked = self._http.begin("POST", v0_5.UNLOAD_ADAPTER, body, deadline_s=LOAD_S)
-            self._leaving.append(asked)
-        for asked in [a for a in self._leaving if a.done()]:
-            self._leaving.remove(asked)
+            asked = self._http.start_call(
+                "POST", v0_5.UNLOAD_ADAPTER, body, deadline_s=LOAD_TIMEOUT_S
+            )
+            self._unloads.append(asked)
+        for asked in [a for a in self._unloads if a.done()]:
+            self._unloads.remove(asked)
             try:
-                self._http.result(asked, v0_5.UNLOAD_ADAPTER, LOAD_S)
+                self._http.wait_for(asked, v0_5.UNLOAD_ADAPTER, LOAD_TIMEOUT_S)
             except MeshError as error:
                 log.warning("an adapter was not unloaded: %s", error)
 
 
-def whole(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fill_fused_factors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """An adapter with factors of zeros for what SGLang has in one matrix with what is adapted: of
     q, k and v it wants all or none, and so of gate and up.
     """
-    found, parts = dict(tensors), projections(config)
+    found, parts = dict(tensors), build_projections(config)
     for name, tensor in tensors.items():
-        factor = factor_of(name)
+        factor = parse_adapter_tensor_name(name)
         assert factor is not None  # `changes_of` has looked
         width = tensor.shape[0 if factor.factor == "a" else 1]
-        for other in FUSED[parts[factor.projection].fused]:
+        for other in FUSED_PROJECTIONS[parts[factor.projection].fused_name]:
             shape = {"a": (width, parts[other].columns), "b": (parts[other].rows, width)}
             prefix = f"layers.{factor.layer}.adapters.{other}."
             for kind, size in shape.items():

@@ -13,15 +13,15 @@ from torch import Tensor
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import MeshError, PeerLost
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.services.engine.sglang import reading_back, v0_5
-from meshrl.services.engine.sglang.http import Http
-from meshrl.services.engine.sglang.weights import WeightTransport
+from meshrl.services.engine.sglang import readback, v0_5
+from meshrl.services.engine.sglang.http_client import HttpClient
+from meshrl.services.engine.sglang.weight_transports import ServerWeightTransport
 
-LOOK_S = 10.0
-ANSWER_S = 25.0  # the server itself gives up after 20
-STRIKES = 3
-CONTROL_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
-UPDATE_S = 50.0  # for new weights, and to read them back; the service that asks waits 60
+POLL_S = 10.0
+PROBE_TIMEOUT_S = 25.0  # the server itself gives up after 20
+MAX_FAILURES = 3
+CONTROL_TIMEOUT_S = 20.0  # for an answer of the scheduler, which ends the step it is in first
+UPDATE_TIMEOUT_S = 50.0  # for new weights, and to read them back; the service that asks waits 60
 
 RETRACT, IN_PLACE = "retract", "in_place"  # give their cache up, or keep it
 
@@ -38,155 +38,156 @@ class HealthWatch:
 
     def __init__(
         self,
-        http: Http,
-        lost: Callable[[], MeshError | None],
-        look_s: float = LOOK_S,
-        answer_s: float = ANSWER_S,
+        http: HttpClient,
+        get_exit_error: Callable[[], MeshError | None],
+        poll_s: float = POLL_S,
+        probe_timeout_s: float = PROBE_TIMEOUT_S,
     ) -> None:
         """`lost` is asked for the error of a server that has ended."""
-        self._http, self._lost = http, lost
-        self._look_s, self._answer_s = look_s, answer_s
-        self.stands = False
-        self._strikes = 0
-        self._heard = False
-        self._graces = 0
-        self._ended: MeshError | None = None
-        self._looks = http.spawn(self._go_on_looking())
+        self._http, self._get_exit_error = http, get_exit_error
+        self._poll_s, self._probe_timeout_s = poll_s, probe_timeout_s
+        self.is_paused = False
+        self._failures = 0
+        self._was_alive = False
+        self._grace_count = 0
+        self._failure: MeshError | None = None
+        self._poll_task = http.spawn(self._poll_forever())
 
-    def alive(self) -> None:
+    def mark_alive(self) -> None:
         """It has said something."""
-        self._heard = True
+        self._was_alive = True
 
     @contextmanager
-    def grace(self) -> Iterator[None]:
+    def allow_grace(self) -> Iterator[None]:
         """No look counts that began before this or falls into it."""
-        self._graces += 1
+        self._grace_count += 1
         try:
             yield
         finally:
-            self._graces += 1
-            self._heard = True
+            self._grace_count += 1
+            self._was_alive = True
 
-    def failure(self) -> MeshError | None:
-        if self._ended is None:
-            self._ended = self._lost()
-        return self._ended
+    def find_failure(self) -> MeshError | None:
+        if self._failure is None:
+            self._failure = self._get_exit_error()
+        return self._failure
 
-    async def _go_on_looking(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
-            await asyncio.sleep(self._look_s)
-            await self._look()
+            await asyncio.sleep(self._poll_s)
+            await self._poll()
 
-    async def _look(self) -> None:
-        graces = self._graces
-        if self._heard or graces % 2:
-            self._heard = False
-            self._strikes = 0
+    async def _poll(self) -> None:
+        graces = self._grace_count
+        if self._was_alive or graces % 2:
+            self._was_alive = False
+            self._failures = 0
             return
-        asked = v0_5.INFO if self.stands else v0_5.HEALTH
-        reason = await self._http.probe(asked, self._answer_s)
-        if not reason or self._heard or self._graces != graces:
-            self._strikes = 0
+        asked = v0_5.INFO if self.is_paused else v0_5.HEALTH
+        reason = await self._http.probe(asked, self._probe_timeout_s)
+        if not reason or self._was_alive or self._grace_count != graces:
+            self._failures = 0
             return
-        self._strikes += 1
-        if self._strikes >= STRIKES:
-            self._ended = PeerLost(
-                f"SGLang failed {STRIKES} health checks in a row: {reason}", where=self._http.url
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            self._failure = PeerLost(
+                f"SGLang failed {MAX_FAILURES} health checks in a row: {reason}",
+                where=self._http.url,
             )
 
     def close(self) -> None:
-        self._looks.cancel()
+        self._poll_task.cancel()
 
 
-class Control:
+class ServerControl:
     def __init__(
         self,
-        http: Http,
+        http: HttpClient,
         watch: HealthWatch,
-        transport: WeightTransport,
+        transport: ServerWeightTransport,
         *,
         on_cpu: bool = True,
         dtype: torch.dtype = torch.float32,
         clock: Clock | None = None,
-        update_s: float = UPDATE_S,
+        update_timeout_s: float = UPDATE_TIMEOUT_S,
     ) -> None:
         """`dtype`: what the server computes in."""
-        self.stands = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
-        self._settled = False  # the pause is certain, and what came before it is here
-        self.released = False  # it has given back its memory
+        self.pause_mode = ""  # how it was asked to pause: RETRACT, IN_PLACE; empty: it goes on
+        self._pause_confirmed = False  # the pause is certain, and what came before it is here
+        self.memory_released = False  # it has given back its memory
         self.updates = 0
         self._http, self._watch, self._transport = http, watch, transport
-        self.heard = watch.alive  # it has said something; from any thread
-        self.on_cpu, self._dtype, self._update_s = on_cpu, dtype, update_s
+        self.mark_alive = watch.mark_alive  # it has said something; from any thread
+        self.on_cpu, self._dtype, self._update_timeout_s = on_cpu, dtype, update_timeout_s
         self._clock = clock or SystemClock()
 
     def check_alive(self) -> None:
-        if (failed := self._watch.failure()) is not None:
+        if (failed := self._watch.find_failure()) is not None:
             raise failed
 
-    def halt(self, mode: str) -> None:
+    def pause(self, mode: str) -> None:
         """It stands, and what it generated before is on its way here."""
-        if self._settled and self.stands in (mode, RETRACT):
+        if self._pause_confirmed and self.pause_mode in (mode, RETRACT):
             return
-        self._settled = False
+        self._pause_confirmed = False
         # Before it is asked: should the answer be lost, it may stand all the same.
-        self.stands = mode
-        self._watch.stands = True
+        self.pause_mode = mode
+        self._watch.is_paused = True
         self._post(v0_5.PAUSE, {"mode": mode})
         # The pause is not acknowledged. The scheduler answers these in its turn, behind the pause
         # and the tokens before it, by the way that tokens take.
         for _ in range(2):
-            self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_S)
-        self._settled = True
+            self._http.call("GET", v0_5.INFO, deadline_s=CONTROL_TIMEOUT_S)
+        self._pause_confirmed = True
 
-    def go(self) -> None:
-        if self.stands:
-            self._settled = False
+    def resume(self) -> None:
+        if self.pause_mode:
+            self._pause_confirmed = False
             self._post(v0_5.CONTINUE, {"torch_empty_cache": not self.on_cpu})
-            self.stands = ""
-            self._watch.stands = False
+            self.pause_mode = ""
+            self._watch.is_paused = False
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """A server with requests at work would die of this: they are retracted first."""
-        self.halt(RETRACT)
+        self.pause(RETRACT)
         self._post(v0_5.RELEASE, {})
-        self.released = True
+        self.memory_released = True
 
-    def regain(self) -> None:
-        if self.released:
+    def resume_memory(self) -> None:
+        if self.memory_released:
             self._post(v0_5.RESUME, {})
-            self.released = False
+            self.memory_released = False
 
-    def put(self, theirs: Mapping[str, Tensor], version: int) -> float:
+    def load_weights(self, hf_weights: Mapping[str, Tensor], version: int) -> float:
         """Weights by Hugging Face's names, into a server that stands; the seconds that are left to
         read them back. After an error nobody knows what it holds: it must not go on before this
         has succeeded.
         """
-        until_s = self._clock.monotonic() + self._update_s
-        flush = self.stands == RETRACT  # what stands in place still needs its cache
-        with self._watch.grace():
-            self._transport.push(theirs, version, flush, self._update_s)
+        until_s = self._clock.monotonic() + self._update_timeout_s
+        flush = self.pause_mode == RETRACT  # what stands in place still needs its cache
+        with self._watch.allow_grace():
+            self._transport.push(hf_weights, version, flush, self._update_timeout_s)
         self.updates += 1
         return max(0.0, until_s - self._clock.monotonic())
 
-    def differing(
-        self, config: ModelConfig, theirs: Mapping[str, Tensor], deadline_s: float
+    def find_differing(
+        self, config: ModelConfig, hf_weights: Mapping[str, Tensor], deadline_s: float
     ) -> list[str]:
         """Names of the server's tensors that are not, bit by bit, of this version."""
-        with self._watch.grace():
+        with self._watch.allow_grace():
             body = {"action": "checksum"}
-            told = self._http.call("POST", v0_5.READ_BACK, body, deadline_s=deadline_s)
-        return reading_back.differing(config, told, theirs, self._dtype)
+            told = self._http.call("POST", v0_5.WEIGHTS_CHECKER, body, deadline_s=deadline_s)
+        return readback.find_differing(config, told, hf_weights, self._dtype)
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
-        with self._watch.grace():
-            self._http.call("POST", path, body, deadline_s=CONTROL_S)
+        with self._watch.allow_grace():
+            self._http.call("POST", path, body, deadline_s=CONTROL_TIMEOUT_S)
 
     def close(self) -> None:
         """Leaves the server as it was found, but for its weights."""
         self._watch.close()
         try:
-            self.regain()
-            self.go()
+            self.resume_memory()
+            self.resume()
         finally:
             self._transport.close()

@@ -19,89 +19,93 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.common.base.errors import Damaged, MeshError, Refused
-from meshrl.common.generation.builtin.loaded import check_shapes, shapes_of
-from meshrl.common.generation.contract import (
+from meshrl.common.base.errors import CorruptData, MeshError, Refused
+from meshrl.common.generation.builtin.loaded_weights import check_shapes, get_tensor_shapes
+from meshrl.common.generation.engine_contract import (
     NO_VERSION,
-    Flush,
-    Ints,
-    Request,
-    Unshared,
-    check,
-    in_use,
-    replacing,
-    too_long,
+    EngineOutput,
+    GenerationRequest,
+    IntArray,
+    WithoutCacheTransfer,
+    adapter_in_use_error,
+    check_request,
+    quarantine_on_error,
+    sequence_too_long_error,
 )
-from meshrl.common.generation.served_by_sglang import known_rows
+from meshrl.common.generation.sglang_model import trim_vocabulary_rows
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import state_to_hf
+from meshrl.common.model.files.hf_writer import state_to_hf
 from meshrl.services.engine.sglang import v0_5
 from meshrl.services.engine.sglang.adapters import ServerAdapters
 from meshrl.services.engine.sglang.control import (
     IN_PLACE,
     RETRACT,
-    UPDATE_S,
-    Control,
+    UPDATE_TIMEOUT_S,
     HealthWatch,
+    ServerControl,
 )
-from meshrl.services.engine.sglang.http import Http
-from meshrl.services.engine.sglang.requests import Decode, Requests
+from meshrl.services.engine.sglang.http_client import HttpClient
 from meshrl.services.engine.sglang.server import SGLangServer
-from meshrl.services.engine.sglang.weights import transport
+from meshrl.services.engine.sglang.server_requests import Decode, ServerRequests
+from meshrl.services.engine.sglang.weight_transports import create_transport
 
-ARRIVAL_S = 0.01  # a step waits this long for tokens
-SCORE_S = 60.0
+ARRIVAL_TIMEOUT_S = 0.01  # a step waits this long for tokens
+SCORE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class ServedEngine:
+class ServerInfo:
     """What an engine is to know of its server."""
 
-    path: str = "sglang"  # what computes, for people
+    backend: str = "sglang"  # what computes, for people
     ranks: int = 1  # processes that hold a share of the weights
-    seeded: bool = False  # it samples from each request's seed
-    adapters: bool = False  # it was started for them
+    uses_seeds: bool = False  # it samples from each request's seed
+    has_adapters: bool = False  # it was started for them
     read_back: bool = False  # each version is compared with what was put in place; Damaged if not
-    recompute: bool = False  # caches of the weights before go with them
+    recompute_on_update: bool = False  # caches of the weights before go with them
 
 
-class SGLangEngine(Unshared):
+class SGLangEngine(WithoutCacheTransfer):
     """See `TokenEngine`. It sleeps until `wake` brings the first weights."""
 
     def __init__(
         self,
-        http: Http,
-        control: Control,
+        http: HttpClient,
+        control: ServerControl,
         config: ModelConfig,
-        requests: Requests,
-        served: ServedEngine,
+        requests: ServerRequests,
+        server_info: ServerInfo,
     ) -> None:
-        self.path, self.tensor_parallel = served.path, served.ranks
+        self.backend, self.tensor_parallel_size = server_info.backend, server_info.ranks
         self.version = NO_VERSION
         self.busy_s = 0.0
-        self.due_s = 0.0
+        self.next_step_delay_s = 0.0
         self.prefill_tokens_per_s = 0.0  # not to be told apart from what it decodes meanwhile
         self.cache_bytes_per_token = 0  # it cannot be moved
         self._http, self._control, self.requests = http, control, requests
-        self._config, self._shapes, self._served = config, shapes_of(config), served
-        ranks = served.ranks if served.adapters else 0
+        self._config, self._shapes, self._server_info = (
+            config,
+            get_tensor_shapes(config),
+            server_info,
+        )
+        ranks = server_info.ranks if server_info.has_adapters else 0
         self._adapters = ServerAdapters(http, config, ranks, on_cpu=control.on_cpu)
-        self._paused, self._asleep = False, True
+        self._is_paused, self._is_asleep = False, True
 
     @property
-    def running(self) -> int:
-        return len(self.requests.sent)
+    def num_running(self) -> int:
+        return len(self.requests.sent_requests)
 
     @property
-    def waiting(self) -> int:
-        return len(self.requests.waiting)
+    def num_waiting(self) -> int:
+        return len(self.requests.waiting_requests)
 
     @property
-    def ended(self) -> bool:
-        return self.requests.ended
+    def has_finished(self) -> bool:
+        return self.requests.has_ended
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         return self.requests.steps
 
     @property
@@ -118,103 +122,103 @@ class SGLangEngine(Unshared):
         return self.requests.tokens_cached
 
     @property
-    def preempted(self) -> int:
+    def num_preempted(self) -> int:
         return self.requests.preempted
 
     # -- requests --------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
         self._control.check_alive()
         for request in requests:
-            check(request, self._config.ids_end, self._adapters.loaded)
-            self.requests.stop_text.check(request)
-            v0_5.check_sampling(request, self._config.ids_end, self._served.seeded)
+            check_request(request, self._config.token_id_end, self._adapters.loaded)
+            self.requests.stop_checker.check_request(request)
+            v0_5.check_sampling(request, self._config.token_id_end, self._server_info.uses_seeds)
         for request in requests:
             self.requests.add(request)
-        self._fill()
+        self._send_waiting()
 
     def abort(self, ids: Iterable[int]) -> None:
-        self.requests.abort(ids, bool(self._control.stands))
+        self.requests.abort(ids, bool(self._control.pause_mode))
 
-    def release(self, sessions: Iterable[int]) -> None:
+    def release_sessions(self, sessions: Iterable[int]) -> None:
         """The server's cache is its own affair: it drops what was used longest ago."""
 
-    def drain(self, ended_only: bool = False) -> Flush | None:
-        return self.requests.drain(ended_only)
+    def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
+        return self.requests.drain(finished_only)
 
-    def _fill(self) -> None:
-        if not self._halted:
+    def _send_waiting(self) -> None:
+        if not self._is_halted:
             # By update too: a new lineage gives the same numbers to other weights.
             cache = f"w:{self.version}.{self._control.updates}"
-            self.requests.fill(cache, self._adapters.loaded, self._control.heard)
+            self.requests.send_waiting(cache, self._adapters.loaded, self._control.mark_alive)
 
     @property
-    def _halted(self) -> bool:
-        return self._paused or self._asleep or self.version == NO_VERSION
+    def _is_halted(self) -> bool:
+        return self._is_paused or self._is_asleep or self.version == NO_VERSION
 
     # -- steps -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
         self._control.check_alive()
-        if self._halted:
-            self.requests.take(0.0)
+        if self._is_halted:
+            self.requests.receive_events(0.0)
             return False
-        self._go()  # where a pause or an update failed before it was over
-        self._fill()
-        if not self.requests.sent:
-            self.requests.take(0.0)
+        self._resume_server()  # where a pause or an update failed before it was over
+        self._send_waiting()
+        if not self.requests.sent_requests:
+            self.requests.receive_events(0.0)
             return False
         began = self.requests.clock.monotonic()
-        self.requests.take(ARRIVAL_S)
-        self.requests.press_aborts()
-        self._sweep_adapters()
-        self._fill()
+        self.requests.receive_events(ARRIVAL_TIMEOUT_S)
+        self.requests.retry_aborts()
+        self._unload_unused_adapters()
+        self._send_waiting()
         self.busy_s += self.requests.clock.monotonic() - began
-        return bool(self.requests.sent)
+        return bool(self.requests.sent_requests)
 
     # -- pauses and weights ----------------------------------------------------------------------
 
     def pause(self) -> None:
-        if not self._halted:
-            self._halt(RETRACT)
-        self._paused = True
+        if not self._is_halted:
+            self._pause_server(RETRACT)
+        self._is_paused = True
 
     def resume(self) -> None:
-        self._paused = False
-        self._go()
+        self._is_paused = False
+        self._resume_server()
 
     def sleep(self) -> None:
-        if not self._asleep:
-            self._halt(RETRACT)
-            self._asleep = True
-            self._control.release()
+        if not self._is_asleep:
+            self._pause_server(RETRACT)
+            self._is_asleep = True
+            self._control.release_memory()
 
-    def swap(self, state: Mapping[str, Tensor], version: int) -> None:
+    def update_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """What runs goes on under the new weights: with its cache where `kv_on_update` is keep,
         else it is computed again. What has no token yet starts again, under the new key."""
         self._control.check_alive()
         check_shapes(state, self._shapes)
-        if self._asleep:
+        if self._is_asleep:
             self.version = version
             return
         # The version of an adapter stays, so its tokens would not tell of a cache of another base.
-        beside = any(sent.adapter is not None for sent in self.requests.sent.values())
-        self._halt(RETRACT if self._served.recompute or beside else IN_PLACE)
-        self._load(state, version)
+        beside = any(sent.adapter is not None for sent in self.requests.sent_requests.values())
+        self._pause_server(RETRACT if self._server_info.recompute_on_update or beside else IN_PLACE)
+        self._load_weights(state, version)
 
     def wake(self, state: Mapping[str, Tensor], version: int) -> None:
-        if not self._asleep:
-            self.swap(state, version)
+        if not self._is_asleep:
+            self.update_weights(state, version)
             return
         self._control.check_alive()
         check_shapes(state, self._shapes)
-        self._halt(RETRACT)
-        self._control.regain()
-        self._asleep = False
-        self._load(state, version)
+        self._pause_server(RETRACT)
+        self._control.resume_memory()
+        self._is_asleep = False
+        self._load_weights(state, version)
 
     @property
-    def adapters(self) -> Mapping[str, int]:
+    def adapter_versions(self) -> Mapping[str, int]:
         return self._adapters.versions
 
     def load_adapter(
@@ -223,62 +227,68 @@ class SGLangEngine(Unshared):
         """What runs goes on with the version that it began with."""
         self._control.check_alive()
         self._adapters.load(name, tensors, scale, version)
-        self._sweep_adapters()
+        self._unload_unused_adapters()
 
     def unload_adapter(self, name: str) -> None:
-        sent = [sent.request for sent in self.requests.sent.values()]
-        if any(r.adapter == name for r in [*self.requests.waiting.values(), *sent]):
-            raise in_use(name)
+        sent = [sent.request for sent in self.requests.sent_requests.values()]
+        if any(r.adapter == name for r in [*self.requests.waiting_requests.values(), *sent]):
+            raise adapter_in_use_error(name)
         self._adapters.unload(name)
-        self._sweep_adapters()
+        self._unload_unused_adapters()
 
-    def _sweep_adapters(self) -> None:
-        sent = self.requests.sent.values()
-        self._adapters.sweep(one.adapter.there for one in sent if one.adapter is not None)
+    def _unload_unused_adapters(self) -> None:
+        sent = self.requests.sent_requests.values()
+        self._adapters.unload_unused(
+            one.adapter.server_name for one in sent if one.adapter is not None
+        )
 
-    def _halt(self, mode: str) -> None:
-        self._control.halt(mode)
-        self.requests.take(0.0)
+    def _pause_server(self, mode: str) -> None:
+        self._control.pause(mode)
+        self.requests.receive_events(0.0)
 
-    def _go(self) -> None:
-        if not self._halted:
-            self._control.go()
-            self._fill()
+    def _resume_server(self) -> None:
+        if not self._is_halted:
+            self._control.resume()
+            self._send_waiting()
 
-    def _load(self, state: Mapping[str, Tensor], version: int) -> None:
-        self.requests.take_back()
-        theirs = known_rows(self._config, state_to_hf(self._config, state))
-        with replacing(version, self.quarantine):
-            left_s, config = self._control.put(theirs, version), self._config
-            if self._served.read_back and (odd := self._control.differing(config, theirs, left_s)):
-                raise Damaged(f"{len(odd)} tensors are not what was put there: {odd[0]}")
+    def _load_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.requests.requeue_untouched()
+        theirs = trim_vocabulary_rows(self._config, state_to_hf(self._config, state))
+        with quarantine_on_error(version, self.quarantine):
+            left_s, config = self._control.load_weights(theirs, version), self._config
+            if self._server_info.read_back and (
+                odd := self._control.find_differing(config, theirs, left_s)
+            ):
+                raise CorruptData(f"{len(odd)} tensors are not what was put there: {odd[0]}")
         self.version = version
-        self._go()
+        self._resume_server()
 
     def quarantine(self) -> None:
         """The server stands, and stays so: see `_go`. One that cannot be told to may go on, so that
         what it works on ends here: it is asked for again where there is a whole version.
         """
         self.version = NO_VERSION
-        if self._control.stands:
+        if self._control.pause_mode:
             return
         try:
-            self._halt(RETRACT)
+            self._pause_server(RETRACT)
         except MeshError:
-            self.requests.hang_up_all()
+            self.requests.abort_all_locally()
 
-    def score(self, tokens: Ints, adapter: str = "") -> NDArray[np.float32]:
+    def score(self, tokens: IntArray, adapter: str = "") -> NDArray[np.float32]:
         row = np.asarray(tokens, np.int32)
-        asked = Request(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
-        check(asked, self._config.ids_end, self._adapters.loaded)
+        asked = GenerationRequest(-1, row, 0, 1.0, (), 0, -1, adapter=adapter)
+        check_request(asked, self._config.token_id_end, self._adapters.loaded)
         self._control.check_alive()
-        if self._halted:
+        if self._is_halted:
             raise Refused("the engine rests", where="engine", fix="resume or wake it first")
         if len(row) > self.requests.max_length:
-            raise too_long(len(row), self.requests.max_length)
-        there = self._adapters.loaded[adapter].there if adapter else ""
-        body = v0_5.score(row.tolist(), self.requests.new_rid(), there)
-        return v0_5.scores(self._http.call("POST", v0_5.GENERATE, body, deadline_s=SCORE_S))
+            raise sequence_too_long_error(len(row), self.requests.max_length)
+        there = self._adapters.loaded[adapter].server_name if adapter else ""
+        body = v0_5.build_score_body(row.tolist(), self.requests.create_rid(), there)
+        return v0_5.parse_scores(
+            self._http.call("POST", v0_5.GENERATE, body, deadline_s=SCORE_TIMEOUT_S)
+        )
 
     def close(self) -> None:
         """Leaves the server as it was found, unless that has ended; who started it stops it."""
@@ -287,7 +297,7 @@ class SGLangEngine(Unshared):
             self._control.close()
 
 
-def attach(
+def attach_engine(
     server: SGLangServer,
     config: ModelConfig,
     slots: int,
@@ -296,29 +306,33 @@ def attach(
     weights: str = "auto",
     kv_on_update: str = "keep",
     decode: Decode | None = None,
-    update_s: float = UPDATE_S,
+    update_timeout_s: float = UPDATE_TIMEOUT_S,
 ) -> SGLangEngine:
     """The engine of a server, asleep until it gets weights; they must arrive, and be read back
     where that is asked for, in `update_s`.
     """
-    how = server.launch
-    way = transport(weights, server.http, how.directory / "weights", server.ranks, how.device)
-    control = Control(
+    how = server.launch_config
+    way = create_transport(
+        weights, server.http, how.directory / "weights", server.ranks, how.device
+    )
+    control = ServerControl(
         server.http,
-        HealthWatch(server.http, server.lost),
+        HealthWatch(server.http, server.get_exit_error),
         way,
         on_cpu=how.device == "cpu",
         dtype=getattr(torch, how.dtype),
         clock=server.clock,
-        update_s=update_s,
+        update_timeout_s=update_timeout_s,
     )
-    served = ServedEngine(
-        path=f"sglang {server.version}, {how.dtype}, {how.device}",
+    served = ServerInfo(
+        backend=f"sglang {server.version}, {how.dtype}, {how.device}",
         ranks=server.ranks,
-        seeded=server.seeded,
-        adapters=how.adapters is not None,
+        uses_seeds=server.uses_seeds,
+        has_adapters=how.adapter_limits is not None,
         read_back=how.read_back,
-        recompute=kv_on_update == "recompute",
+        recompute_on_update=kv_on_update == "recompute",
     )
-    requests = Requests(server.http, config.ids_end, slots, max_length, decode, server.clock)
+    requests = ServerRequests(
+        server.http, config.token_id_end, slots, max_length, decode, server.clock
+    )
     return SGLangEngine(server.http, control, config, requests, served)

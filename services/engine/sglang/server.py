@@ -14,43 +14,43 @@ from typing import Any
 
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded, PeerLost, RemoteFailure
-from meshrl.common.generation.served_by_sglang import served_by_sglang
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.generation.sglang_model import to_sglang_config
+from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.mesh.process.host import Host, Stoppable
-from meshrl.common.mesh.process.output.log_bounds import bound_file
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.output.log_bounds import rotate_file_if_long
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.http import UNAUTHORIZED, Http
+from meshrl.services.engine.sglang.http_client import UNAUTHORIZED, HttpClient
 
-START_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
-PROBE_S, LOOK_S = 5.0, 0.25
-DESCRIBE_S = 60.0  # for its description, which it works out when it is first asked
-STOP_S = 5.0  # for a killed process to be gone
-BOUND_S = 1.0  # between two looks at the length of its log
-TAIL_LINES, LINE = 25, 300  # lines of the log in an error, and characters of each
-ROOM = 16  # positions beyond a slot: SGLang keeps some for itself
-LAUNCHER = "env"  # coreutils' env changes the directory, then becomes the server
+START_TIMEOUT_S = 280.0  # some 30 s on a quiet core; below what a role process is given to load
+PROBE_TIMEOUT_S, POLL_S = 5.0, 0.25
+DESCRIBE_TIMEOUT_S = 60.0  # for its description, which it works out when it is first asked
+STOP_TIMEOUT_S = 5.0  # for a killed process to be gone
+LOG_CHECK_INTERVAL_S = 1.0  # between two looks at the length of its log
+TAIL_LINES, MAX_LINE_CHARS = 25, 300  # lines of the log in an error, and characters of each
+EXTRA_POSITIONS = 16  # positions beyond a slot: SGLang keeps some for itself
+ENV_PROGRAM = "env"  # coreutils' env changes the directory, then becomes the server
 
 # A name and a key that nobody else knows: so no other server passes for it, and no other client is
 # answered. `--config` brings both.
-OWN_OPTIONS = {"--served-model-name", "--api-key", "--admin-api-key", "--config"}
+RESERVED_OPTIONS = {"--served-model-name", "--api-key", "--admin-api-key", "--config"}
 
 # Where the interpreter is ours, not the server's.
-OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
-ON_CPU = ("--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle")
-ON_GPU = ("--enable-memory-saver",)  # without it, sleep gives nothing back
+UNSET_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSAFEPATH")
+CPU_FLAGS = ("--attention-backend", "torch_native", "--disable-overlap-schedule", "--sleep-on-idle")
+GPU_FLAGS = ("--enable-memory-saver",)  # without it, sleep gives nothing back
 
 
 @dataclass(frozen=True)
-class Adapting:
+class AdapterLimits:
     """Adapters that a server is to take."""
 
-    rank: int  # at most
+    max_rank: int  # at most
     projections: tuple[str, ...]  # by Hugging Face's names
 
-    def flags(self, device: str) -> list[str]:
-        rank = ("--enable-lora", "--max-lora-rank", str(self.rank))
+    def build_flags(self, device: str) -> list[str]:
+        rank = ("--enable-lora", "--max-lora-rank", str(self.max_rank))
         backend = ("--lora-backend", "torch_native") if device == "cpu" else ()  # others want a GPU
         return [*rank, "--lora-target-modules", *self.projections, *backend]
 
@@ -64,7 +64,7 @@ class HierarchicalCache:
     memory_gib: float
     directory: Path | None = None  # on a disk, without a limit of its own; None: none there
 
-    def flags(self, device: str) -> list[str]:
+    def build_flags(self, device: str) -> list[str]:
         """Those of the server. ConfigError where it has no such cache."""
         if device != "cuda":
             raise ConfigError(
@@ -79,14 +79,14 @@ class HierarchicalCache:
         ]
         return flags + (["--hicache-storage-backend", "file"] if self.directory else [])
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         if self.directory is None:
             return {}
         return {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.directory)}
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchConfig:
     """How a server is started."""
 
     python: str  # its interpreter
@@ -98,83 +98,93 @@ class Launch:
     device: str = "cpu"
     seed: int = 0
     exact_switch: bool = True  # no step is under way when weights change, see `arguments`
-    adapters: Adapting | None = None  # what adapters it is to take beside its base
+    adapter_limits: AdapterLimits | None = None  # what adapters it is to take beside its base
     read_back: bool = False  # it is to tell what it computes with
     options: tuple[str, ...] = ()  # further flags; the last of a kind holds
-    degree: int = 1  # of tensor parallelism: GPUs that share the weights
-    tiers: HierarchicalCache | None = None  # where it keeps what has no room in its cache
+    tensor_parallel_size: int = 1  # of tensor parallelism: GPUs that share the weights
+    hierarchical_cache: HierarchicalCache | None = (
+        None  # where it keeps what has no room in its cache
+    )
 
     @property
-    def model(self) -> Path:
+    def model_directory(self) -> Path:
         return self.directory / "model"
 
     @property
-    def log(self) -> Path:
+    def log_file(self) -> Path:
         return self.directory / "sglang.log"
 
     @property
-    def secrets(self) -> Path:
+    def secrets_file(self) -> Path:
         """Holds what its command line must not show, until it has read it."""
         return self.directory / "sglang-secrets.yaml"
 
-    def arguments(self, port: int) -> list[str]:
+    def build_arguments(self, port: int) -> list[str]:
         flags: list[str] = [
-            *("--model-path", str(self.model), "--load-format", "dummy"),
+            *("--model-path", str(self.model_directory), "--load-format", "dummy"),
             *("--skip-tokenizer-init", "--incremental-streaming-output", "--skip-server-warmup"),
             *("--host", "127.0.0.1", "--port", str(port), "--weight-version", "-1"),
-            *("--context-length", str(self.max_length + ROOM)),
+            *("--context-length", str(self.max_length + EXTRA_POSITIONS)),
             *("--max-running-requests", str(self.slots)),
             *("--dtype", self.dtype, "--device", self.device, "--random-seed", str(self.seed)),
-            *("--log-level", "warning", "--sampling-mask-max-tokens", str(v0_5.SUPPORT)),
+            *("--log-level", "warning", "--sampling-mask-max-tokens", str(v0_5.MAX_MASK_TOKENS)),
         ]
-        flags += ON_CPU if self.device == "cpu" else ON_GPU
+        flags += CPU_FLAGS if self.device == "cpu" else GPU_FLAGS
         if self.exact_switch and self.device != "cpu":
             # The step that overlaps with a pause in place would be counted to the next version.
             flags.append("--disable-overlap-schedule")
         tokens = self.kv_tokens
         if not tokens and self.device == "cpu":
-            tokens = self.slots * (self.max_length + ROOM)
+            tokens = self.slots * (self.max_length + EXTRA_POSITIONS)
         if tokens:
             flags += ["--max-total-tokens", str(tokens)]
-        if self.degree > 1:
-            flags += ["--tp-size", str(self.degree)]
-        if self.adapters is not None:
-            flags += self.adapters.flags(self.device)
-        if self.tiers is not None:
-            flags += self.tiers.flags(self.device)
-        return [*flags, *self.options, "--config", str(self.secrets)]
+        if self.tensor_parallel_size > 1:
+            flags += ["--tp-size", str(self.tensor_parallel_size)]
+        if self.adapter_limits is not None:
+            flags += self.adapter_limits.build_flags(self.device)
+        if self.hierarchical_cache is not None:
+            flags += self.hierarchical_cache.build_flags(self.device)
+        return [*flags, *self.options, "--config", str(self.secrets_file)]
 
-    def command(self, port: int) -> list[str]:
+    def build_command(self, port: int) -> list[str]:
         """Outside our tree and without our paths, so that it imports what its environment has."""
-        unset = [part for name in OURS for part in ("-u", name)]
-        start = [LAUNCHER, "-C", str(self.model), *unset, self.python, "-P"]
-        return [*start, "-m", "sglang.launch_server", *self.arguments(port)]
+        unset = [part for name in UNSET_VARIABLES for part in ("-u", name)]
+        start = [ENV_PROGRAM, "-C", str(self.model_directory), *unset, self.python, "-P"]
+        return [*start, "-m", "sglang.launch_server", *self.build_arguments(port)]
 
-    def environment(self) -> dict[str, str]:
-        own = v0_5.ENVIRONMENT | (self.tiers.environment() if self.tiers is not None else {})
+    def build_environment(self) -> dict[str, str]:
+        own = v0_5.ENVIRONMENT | (
+            self.hierarchical_cache.build_environment()
+            if self.hierarchical_cache is not None
+            else {}
+        )
         return own | ({"SGLANG_USE_CPU_ENGINE": "1"} if self.device == "cpu" else {})
 
 
-def write_model(how: Launch, config: ModelConfig) -> None:
+def write_model_config(launch_config: LaunchConfig, config: ModelConfig) -> None:
     """Write the config.json that is served: no end tokens, since each request names its own.
     ConfigError for a model that SGLang does not compute as we do, or with too few positions.
     """
-    if how.max_length > config.max_positions:
+    if launch_config.max_length > config.max_positions:
         raise ConfigError(
-            f"slots of {how.max_length} tokens exceed the model's {config.max_positions} positions",
+            f"slots of {launch_config.max_length} tokens exceed the model's "
+            f"{config.max_positions} positions",
             where="rollout.max_tokens",
             fix="lower it, or raise max_position_embeddings",
         )
     served = replace(
-        served_by_sglang(config, how.max_length),
+        to_sglang_config(config, launch_config.max_length),
         eos_ids=(),
         bos_id=None,
         pad_id=None,
-        max_positions=max(config.max_positions, how.max_length + ROOM),
+        max_positions=max(config.max_positions, launch_config.max_length + EXTRA_POSITIONS),
     )
-    how.model.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(served.to_hf() | {"dtype": how.dtype, "torch_dtype": how.dtype}, indent=2)
-    (how.model / "config.json").write_text(text + "\n")
+    launch_config.model_directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(
+        served.to_hf() | {"dtype": launch_config.dtype, "torch_dtype": launch_config.dtype},
+        indent=2,
+    )
+    (launch_config.model_directory / "config.json").write_text(text + "\n")
 
 
 def write_secrets(path: Path, name: str, key: str) -> None:
@@ -185,7 +195,7 @@ def write_secrets(path: Path, name: str, key: str) -> None:
         file.write(json.dumps(flags))  # JSON is YAML
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -195,84 +205,98 @@ def free_port() -> int:
 class SGLangServer:
     """A running server. Its children die with it, and it dies with the process that started it."""
 
-    def __init__(self, launch: Launch, child: Child, http: Http, name: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        launch_config: LaunchConfig,
+        child: ChildProcess,
+        http: HttpClient,
+        name: str,
+        clock: Clock,
+    ) -> None:
         """`name`: what it was told to call its model, by which it is known."""
-        self.launch, self.child, self.http, self.name = launch, child, http, name
+        self.launch_config, self.child, self.http, self.name = launch_config, child, http, name
         self.clock = clock
         self.version = ""  # SGLang's version
-        self.seeded = False  # samples from each request's seed
+        self.uses_seeds = False  # samples from each request's seed
         self.ranks = 1  # processes that hold a share of the weights
         self.pid = child.pid
-        self.bounding: Stoppable | None = None  # of its log
+        self.log_bounder: Stoppable | None = None  # of its log
 
     @classmethod
     async def start(
         cls,
         host: Host,
         clock: Clock,
-        launch: Launch,
+        launch_config: LaunchConfig,
         config: ModelConfig,
         weights: str = "auto",
-        deadline_s: float = START_S,
+        deadline_s: float = START_TIMEOUT_S,
     ) -> SGLangServer:
         """A server that is ready, has what `weights` (a transport) needs and no weights yet.
 
         From the main thread. ConfigError when it does not start or lacks something, PeerLost when
         another server has its port.
         """
-        if not os.access(launch.python, os.X_OK):
+        if not os.access(launch_config.python, os.X_OK):
             raise ConfigError(
-                f"there is no interpreter {launch.python}",
+                f"there is no interpreter {launch_config.python}",
                 where="rollout.sglang_python",
                 fix="run `meshrl engine install sglang`, or name the interpreter that has SGLang",
             )
-        if taken := OWN_OPTIONS & {option.partition("=")[0] for option in launch.options}:
+        if taken := RESERVED_OPTIONS & {
+            option.partition("=")[0] for option in launch_config.options
+        }:
             raise ConfigError(
                 f"{', '.join(sorted(taken))} is what this server is known and guarded by",
                 where="rollout.sglang_options",
                 fix="leave it out; what a --config of yours holds can be given as flags",
             )
-        write_model(launch, config)
-        port, name, key = free_port(), os.urandom(16).hex(), os.urandom(32).hex()
-        write_secrets(launch.secrets, name, key)
+        write_model_config(launch_config, config)
+        port, name, key = find_free_port(), os.urandom(16).hex(), os.urandom(32).hex()
+        write_secrets(launch_config.secrets_file, name, key)
         child = host.spawn(
-            launch.command(port),
+            launch_config.build_command(port),
             name="sglang",
-            env=launch.environment(),
-            log=launch.log,
-            how=Spawning(own_session=True),
+            env=launch_config.build_environment(),
+            log=launch_config.log_file,
+            options=SpawnOptions(own_session=True),
         )
-        bounding = host.every(BOUND_S, lambda: bound_file(launch.log), "bound sglang.log")
-        http = Http(f"http://127.0.0.1:{port}", launch.slots, key)
-        server = cls(launch, child, http, name, clock)
-        server.bounding = bounding
+        bounding = host.run_periodically(
+            LOG_CHECK_INTERVAL_S,
+            lambda: rotate_file_if_long(launch_config.log_file),
+            "bound sglang.log",
+        )
+        http = HttpClient(f"http://127.0.0.1:{port}", launch_config.slots, key)
+        server = cls(launch_config, child, http, name, clock)
+        server.log_bounder = bounding
         try:
-            await server._ready(deadline_s)
-            await server._examine("disk" if weights == "auto" else weights)
+            await server._wait_until_ready(deadline_s)
+            await server._check_server("disk" if weights == "auto" else weights)
         except BaseException:
             await server.stop()
             raise
         finally:
-            launch.secrets.unlink(missing_ok=True)
+            launch_config.secrets_file.unlink(missing_ok=True)
         return server
 
-    async def _ready(self, deadline_s: float) -> None:
+    async def _wait_until_ready(self, deadline_s: float) -> None:
         until = self.clock.monotonic() + deadline_s
         while self.clock.monotonic() < until:
             if (code := self.child.poll()) is not None:
                 raise ConfigError(
-                    f"SGLang ended with status {code} before it was ready: {self.tail()}",
-                    where=str(self.launch.log),
+                    f"SGLang ended with status {code} before it was ready: {self.read_log_tail()}",
+                    where=str(self.launch_config.log_file),
                     fix="read the log; rollout.sglang_options changes its flags",
                 )
-            if not await self.http.probe(v0_5.READY, PROBE_S):
+            if not await self.http.probe(v0_5.READY, PROBE_TIMEOUT_S):
                 return
-            await self.clock.sleep(LOOK_S)
+            await self.clock.sleep(POLL_S)
         raise DeadlineExceeded(
-            f"SGLang was not ready in {deadline_s:g} s: {self.tail()}", where=str(self.launch.log)
+            f"SGLang was not ready in {deadline_s:g} s: {self.read_log_tail()}",
+            where=str(self.launch_config.log_file),
         )
 
-    async def _examine(self, weights: str) -> None:
+    async def _check_server(self, weights: str) -> None:
         """Reads the server's version, and checks that it offers what the adapter uses. Its port was
         free when it was chosen, and another server may have taken it since.
         """
@@ -286,63 +310,70 @@ class SGLangServer:
             raise PeerLost("another server has taken the port of this one", where=self.http.url)
         self.version = str(about.get("version", "unknown"))
         self.ranks = int(about.get("tp_size", 1)) * int(about.get("pp_size", 1))
-        self.seeded = bool(about.get("enable_deterministic_inference", False))
+        self.uses_seeds = bool(about.get("enable_deterministic_inference", False))
         if not self.version.startswith("0.5."):
             raise ConfigError(
                 f"SGLang {self.version} is not one that this adapter speaks with",
-                where=self.launch.python,
+                where=self.launch_config.python,
                 fix="install SGLang 0.5: `meshrl engine install sglang`",
             )
-        if self.launch.degree > 1 and self.ranks % self.launch.degree:
+        if (
+            self.launch_config.tensor_parallel_size > 1
+            and self.ranks % self.launch_config.tensor_parallel_size
+        ):
             raise ConfigError(
-                f"SGLang computes with {self.ranks} processes, not with {self.launch.degree}",
+                f"SGLang computes with {self.ranks} processes, not with "
+                f"{self.launch_config.tensor_parallel_size}",
                 where="rollout.tensor_parallel",
                 fix="read its log; rollout.sglang_options may say otherwise",
             )
-        if self.launch.read_back and self.ranks > 1:
+        if self.launch_config.read_back and self.ranks > 1:
             raise ConfigError(
                 f"{self.ranks} processes of SGLang share the model, and each tells of its part",
                 where="rollout.read_back",
                 fix="leave it out, or set rollout.tensor_parallel = [1]",
             )
-        described = await self._fetch("/openapi.json", DESCRIBE_S)
-        lacking = v0_5.missing(described, v0_5.NEEDS | v0_5.NEEDS_OF[weights])
-        if self.launch.adapters is not None:
-            lacking += v0_5.missing(described, v0_5.NEEDS_OF_ADAPTERS)
-        if self.launch.read_back:
-            lacking += v0_5.missing(described, v0_5.NEEDS_TO_READ_BACK)
+        described = await self._fetch("/openapi.json", DESCRIBE_TIMEOUT_S)
+        lacking = v0_5.find_missing(
+            described, v0_5.REQUIRED_FIELDS | v0_5.TRANSPORT_FIELDS[weights]
+        )
+        if self.launch_config.adapter_limits is not None:
+            lacking += v0_5.find_missing(described, v0_5.ADAPTER_FIELDS)
+        if self.launch_config.read_back:
+            lacking += v0_5.find_missing(described, v0_5.READBACK_FIELDS)
         if lacking:
             raise ConfigError(
                 f"SGLang {self.version} offers no {', '.join(lacking)}",
-                where=self.launch.python,
+                where=self.launch_config.python,
                 fix="install the version of `meshrl engine install sglang`",
             )
 
-    async def _fetch(self, path: str, deadline_s: float = PROBE_S) -> Mapping[str, Any]:
+    async def _fetch(self, path: str, deadline_s: float = PROBE_TIMEOUT_S) -> Mapping[str, Any]:
         answer = await self.http.get(path, deadline_s)
         if not isinstance(answer, dict):
             raise RemoteFailure(f"{path} is no object", where=self.http.url)
         return answer
 
-    def lost(self) -> PeerLost | None:
+    def get_exit_error(self) -> PeerLost | None:
         code = self.child.poll()
         if code is None:
             return None
         return PeerLost(
-            f"SGLang ended with status {code}: {self.tail()}", where=str(self.launch.log)
+            f"SGLang ended with status {code}: {self.read_log_tail()}",
+            where=str(self.launch_config.log_file),
         )
 
-    def tail(self) -> str:
+    def read_log_tail(self) -> str:
         try:
-            lines = self.launch.log.read_text(errors="replace").splitlines()
+            lines = self.launch_config.log_file.read_text(errors="replace").splitlines()
         except FileNotFoundError:
             return "it wrote no log"
-        return "\n".join(line[:LINE] for line in lines[-TAIL_LINES:])
+        return "\n".join(line[:MAX_LINE_CHARS] for line in lines[-TAIL_LINES:])
 
     async def stop(self) -> None:
         """Ends it and everything it started. It holds nothing that a slower end would save."""
-        if self.bounding is not None:
-            self.bounding.stop()
+        if self.log_bounder is not None:
+            self.log_bounder.stop()
         await self.http.close()
         self.child.kill()
-        await self.child.wait(STOP_S)
+        await self.child.wait(STOP_TIMEOUT_S)

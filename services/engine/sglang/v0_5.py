@@ -28,17 +28,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import Refused, RemoteFailure
-from meshrl.common.generation.contract import Request
+from meshrl.common.generation.engine_contract import GenerationRequest
 
 ENVIRONMENT = {
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
     "TQDM_DISABLE": "1",  # each update would add bars to the log, and they would be its end
     "SGLANG_TIMEOUT_KEEP_ALIVE": "60",  # seconds; for longer than ours keeps a connection
 }
-SUPPORT = 4096  # tokens that a sampling mask may name; SGLang's own default
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
+MAX_MASK_TOKENS = 4096  # tokens that a sampling mask may name; SGLang's own default
+FINISH_REASONS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
 
 GENERATE, ABORT, INFO, READY = "/generate", "/abort_request", "/server_info", "/ready"
 HEALTH = "/health_generate"
@@ -49,12 +53,12 @@ BEGIN_UPDATE, END_UPDATE = "/begin_weight_update", "/end_weight_update"
 FROM_DISK, FROM_TENSORS = "/update_weights_from_disk", "/update_weights_from_tensor"
 FROM_GROUP = "/update_weights_from_distributed"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/load_lora_adapter_from_tensors", "/unload_lora_adapter"
-READ_BACK = "/weights_checker"
+WEIGHTS_CHECKER = "/weights_checker"
 VOCABULARY_ROWS, INNER_ROWS = 64, 32
 JOIN_GROUP, LEAVE_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 
 # path -> fields of its body that are used
-NEEDS: dict[str, tuple[str, ...]] = {
+REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     GENERATE: (
         "input_ids",
         "sampling_params",
@@ -75,18 +79,18 @@ NEEDS: dict[str, tuple[str, ...]] = {
     RESUME: (),
     VERSION: ("new_version", "abort_all_requests"),
 }
-NEEDS_OF_ADAPTERS: dict[str, tuple[str, ...]] = {
+ADAPTER_FIELDS: dict[str, tuple[str, ...]] = {
     GENERATE: ("lora_path",),
     LOAD_ADAPTER: ("lora_name", "config_dict", "serialized_named_tensors"),
     UNLOAD_ADAPTER: ("lora_name",),
 }
-NEEDS_TO_READ_BACK: dict[str, tuple[str, ...]] = {READ_BACK: ()}  # its body is optional
-IN_SESSION = {BEGIN_UPDATE: (), END_UPDATE: ()}
-NEEDS_OF: dict[str, dict[str, tuple[str, ...]]] = {
+READBACK_FIELDS: dict[str, tuple[str, ...]] = {WEIGHTS_CHECKER: ()}  # its body is optional
+UPDATE_SESSION_FIELDS = {BEGIN_UPDATE: (), END_UPDATE: ()}
+TRANSPORT_FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "disk": {FROM_DISK: ("model_path", "load_format", "flush_cache", "weight_version")},
-    "tensors": {**IN_SESSION, FROM_TENSORS: ("serialized_named_tensors", "flush_cache")},
+    "tensors": {**UPDATE_SESSION_FIELDS, FROM_TENSORS: ("serialized_named_tensors", "flush_cache")},
     "distributed": {
-        **IN_SESSION,
+        **UPDATE_SESSION_FIELDS,
         FROM_GROUP: ("names", "dtypes", "shapes", "group_name", "flush_cache"),
         JOIN_GROUP: ("master_address", "master_port", "rank_offset", "world_size", "backend"),
         LEAVE_GROUP: ("group_name",),
@@ -94,10 +98,10 @@ NEEDS_OF: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def missing(openapi: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> list[str]:
+def find_missing(openapi: Mapping[str, Any], required: Mapping[str, tuple[str, ...]]) -> list[str]:
     """What of `needs` a server does not offer, by its own description."""
     lacking = []
-    for path, names in needs.items():
+    for path, names in required.items():
         operations = openapi["paths"].get(path)
         if operations is None:
             lacking.append(path)
@@ -113,24 +117,28 @@ def missing(openapi: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) ->
     return lacking
 
 
-def plain(request: Request) -> bool:
+def is_plain_sampling(request: GenerationRequest) -> bool:
     """Whether it samples from the model's own distribution, or takes the likeliest."""
     whole = request.top_p >= 1 and request.top_k == 0 and request.min_p == 0
     return request.temperature == 0 or (request.temperature == 1 and whole)
 
 
-def check_sampling(request: Request, vocab_size: int, seeded: bool) -> None:
+def check_sampling(request: GenerationRequest, vocab_size: int, uses_seeds: bool) -> None:
     """Refused where SGLang cannot tell the probabilities that it sampled with."""
-    if plain(request):
+    if is_plain_sampling(request):
         return
-    if (request.top_k or vocab_size) > SUPPORT:
+    if (request.top_k or vocab_size) > MAX_MASK_TOKENS:
         raise Refused(
-            f"request {request.id} samples from more than {SUPPORT} tokens in another way than at "
+            f"request {request.id} samples from more than {MAX_MASK_TOKENS} tokens in another "
+            "way than at "
             "temperature 1, and SGLang names the probabilities of at most so many",
             where="engine",
-            fix=f"set rollout.top_k to {SUPPORT} or less, or temperature 1 without top_p and min_p",
+            fix=(
+                f"set rollout.top_k to {MAX_MASK_TOKENS} or less, or temperature 1 without "
+                "top_p and min_p"
+            ),
         )
-    if request.min_p > 0 and seeded:
+    if request.min_p > 0 and uses_seeds:
         raise Refused(
             f"request {request.id} has min_p, which SGLang cannot sample with from seeds",
             where="engine",
@@ -138,8 +146,13 @@ def check_sampling(request: Request, vocab_size: int, seeded: bool) -> None:
         )
 
 
-def generate(
-    request: Request, most: int, rid: str, cache: str, vocab_size: int, adapter: str = ""
+def build_generate_body(
+    request: GenerationRequest,
+    max_new_tokens: int,
+    rid: str,
+    cache_key: str,
+    vocab_size: int,
+    adapter: str = "",
 ) -> dict[str, Any]:
     """The body of a streamed request for at most `most` tokens. `cache` names whose keys and values
     it may find, `adapter` what the server calls the one to compute with."""
@@ -148,9 +161,9 @@ def generate(
         "input_ids": request.tokens.tolist(),
         "stream": True,
         "return_logprob": True,
-        "extra_key": cache,
+        "extra_key": cache_key,
         "sampling_params": {
-            "max_new_tokens": most,
+            "max_new_tokens": max_new_tokens,
             "temperature": request.temperature,
             "stop_token_ids": list(request.stop_ids),
             "top_p": request.top_p,
@@ -161,7 +174,7 @@ def generate(
     }
     if adapter:
         body["lora_path"] = adapter
-    if not plain(request):
+    if not is_plain_sampling(request):
         body["return_sampling_mask"] = True
         body["sampling_logprobs_mode"] = "selected"
         body["sampling_params"]["top_k"] = request.top_k or vocab_size
@@ -174,30 +187,32 @@ class StreamChunk:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # under the distribution sampled from
-    unmodified: list[float] = field(default_factory=list)  # at temperature 1
+    raw_logprobs: list[float] = field(default_factory=list)  # at temperature 1
     version: int = -1  # the version that was current when the chunk was handled
     spans: list[tuple[int, int, int]] = field(default_factory=list)  # (version, start, end)
-    computed: int = 0  # tokens of prompt and answer that were not found in the cache
-    cached: int = 0  # tokens of the prompt that were
+    computed_tokens: int = 0  # tokens of prompt and answer that were not found in the cache
+    cached_tokens: int = 0  # tokens of the prompt that were
     retractions: int = 0  # how often it has given up its cache
-    finish: Finish = Finish.RUNNING
+    finish: FinishReason = FinishReason.RUNNING
     reason: str = ""  # why it was aborted, where SGLang says so
 
 
-def chunk(event: Mapping[str, Any], had: int, plain: bool) -> StreamChunk:
+def parse_chunk(
+    event: Mapping[str, Any], received_tokens: int, plain_sampling: bool
+) -> StreamChunk:
     """Reads one event of a stream of which `had` tokens have come. RemoteFailure when it lacks the
     probabilities of what was sampled from: those of temperature 1 are the same only if `plain`."""
     if "error" in event:
         return StreamChunk(
-            finish=Finish.ABORTED, reason=str(event["error"].get("message", event["error"]))
+            finish=FinishReason.ABORTED, reason=str(event["error"].get("message", event["error"]))
         )
     meta = event["meta_info"]
-    new = max(0, int(meta["completion_tokens"]) - had)
+    new = max(0, int(meta["completion_tokens"]) - received_tokens)
     pairs = meta.get("output_token_logprobs", [])[-new:] if new else []
     tokens = [int(pair[1]) for pair in pairs]
     unmodified = [float(pair[0]) for pair in pairs]
     sampled = meta.get("output_token_sampling_logprobs", [])[-new:] if new else []
-    if not plain and len(sampled) != len(tokens):
+    if not plain_sampling and len(sampled) != len(tokens):
         raise RemoteFailure(
             f"{GENERATE} names the probabilities of {len(sampled)} of {len(tokens)} tokens that "
             "were not sampled at temperature 1 from the whole vocabulary",
@@ -206,19 +221,21 @@ def chunk(event: Mapping[str, Any], had: int, plain: bool) -> StreamChunk:
     finish = meta["finish_reason"]
     return StreamChunk(
         tokens=tokens,
-        logprobs=unmodified if plain else [float(x) for x in sampled],
-        unmodified=unmodified,
+        logprobs=unmodified if plain_sampling else [float(x) for x in sampled],
+        raw_logprobs=unmodified,
         version=int(meta["weight_version"]),
         spans=[(int(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions", ())],
-        computed=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0) if had == 0 else 0,
-        cached=meta.get("cached_tokens", 0) if had == 0 else 0,
+        computed_tokens=meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0)
+        if received_tokens == 0
+        else 0,
+        cached_tokens=meta.get("cached_tokens", 0) if received_tokens == 0 else 0,
         retractions=meta.get("num_retractions", 0),
-        finish=FINISH[finish["type"]] if finish else Finish.RUNNING,
+        finish=FINISH_REASONS[finish["type"]] if finish else FinishReason.RUNNING,
         reason=str(finish.get("message", "")) if finish else "",
     )
 
 
-def score(tokens: Sequence[int], rid: str, adapter: str = "") -> dict[str, Any]:
+def build_score_body(tokens: Sequence[int], rid: str, adapter: str = "") -> dict[str, Any]:
     body: dict[str, Any] = {
         "rid": rid,
         "input_ids": list(tokens),
@@ -229,7 +246,7 @@ def score(tokens: Sequence[int], rid: str, adapter: str = "") -> dict[str, Any]:
     return body | ({"lora_path": adapter} if adapter else {})
 
 
-def scores(answer: Mapping[str, Any]) -> NDArray[np.float32]:
+def parse_scores(answer: Mapping[str, Any]) -> NDArray[np.float32]:
     """Log-probability of each token after the first; by place, since the id of the vocabulary's
     last token comes back as 0."""
     pairs = answer["meta_info"]["input_token_logprobs"]

@@ -14,7 +14,9 @@ from meshrl.common.base.errors import MeshError
 
 R = TypeVar("R")
 
-BETWEEN_S = 60.0  # for what runs between two steps; with others on the gang, their turns come first
+BETWEEN_STEPS_TIMEOUT_S = (
+    60.0  # for what runs between two steps; with others on the gang, their turns come first
+)
 
 
 class StepCommands:
@@ -22,46 +24,46 @@ class StepCommands:
     loop, from wherever the engine computes.
     """
 
-    def __init__(self, clock: Clock, deliver: Callable[[Callable[[], None]], None]) -> None:
-        self._clock, self.deliver = clock, deliver
-        self._waiting: deque[tuple[Callable[[], None], bool]] = deque()  # and if it takes a turn
-        self.wake = threading.Event()  # some were given
+    def __init__(self, clock: Clock, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._clock, self.call_on_loop = clock, call_on_loop
+        self._queue: deque[tuple[Callable[[], None], bool]] = deque()  # and if it takes a turn
+        self.wake_event = threading.Event()  # some were given
 
     @property
-    def some(self) -> bool:
-        return bool(self._waiting)
+    def has_commands(self) -> bool:
+        return bool(self._queue)
 
     @property
-    def want_turn(self) -> bool:
-        return any(needs_turn for _, needs_turn in self._waiting)
+    def needs_slice(self) -> bool:
+        return any(needs_turn for _, needs_turn in self._queue)
 
-    def give(self, action: Callable[[], None], needs_turn: bool = False) -> None:
+    def enqueue(self, action: Callable[[], None], needs_slice: bool = False) -> None:
         """Runs `action` before the next step; in a turn of the gang, if it computes or moves
         tensors.
         """
-        self._waiting.append((action, needs_turn))
-        self.wake.set()
+        self._queue.append((action, needs_slice))
+        self.wake_event.set()
 
-    def wait(self, within_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Until some are given, or so long: blocks the thread of whoever drives the engine."""
-        self.wake.wait(within_s)
-        self.wake.clear()
+        self.wake_event.wait(timeout_s)
+        self.wake_event.clear()
 
-    def run(self, in_turn: bool) -> bool:
+    def run(self, in_slice: bool) -> bool:
         """Runs them in order, without a turn up to one that needs it; whether there were any."""
         did = False
-        while self._waiting and (in_turn or not self._waiting[0][1]):
-            self._waiting.popleft()[0]()
+        while self._queue and (in_slice or not self._queue[0][1]):
+            self._queue.popleft()[0]()
             did = True
         return did
 
-    async def between_steps(
+    async def run_between_steps(
         self,
         action: Callable[[], R],
         what: str,
-        deadline_s: float = BETWEEN_S,
+        deadline_s: float = BETWEEN_STEPS_TIMEOUT_S,
         *,
-        needs_turn: bool = False,
+        needs_slice: bool = False,
     ) -> R:
         """What `action` answers between two steps; its error is raised here. It does not begin once
         nobody waits for it any more.
@@ -75,16 +77,16 @@ class StepCommands:
             try:
                 answer = action()
             except MeshError as error:
-                self.deliver(partial(_settle, done, error))
+                self.call_on_loop(partial(_resolve, done, error))
             else:
-                self.deliver(partial(_settle, done, answer))
+                self.call_on_loop(partial(_resolve, done, answer))
 
-        self.give(run, needs_turn)
+        self.enqueue(run, needs_slice)
         async with self._clock.timeout(deadline_s, what):
             return await done
 
 
-def _settle(done: asyncio.Future[Any], answer: Any) -> None:
+def _resolve(done: asyncio.Future[Any], answer: Any) -> None:
     if done.cancelled():
         return
     if isinstance(answer, MeshError):

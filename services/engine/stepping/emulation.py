@@ -9,88 +9,111 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import Clock
-from meshrl.common.generation.contract import Flush, TokenEngine, joined, rows_of
-from meshrl.common.job.pace import LATE, Pace
+from meshrl.common.generation.engine_contract import (
+    EngineOutput,
+    TokenEngine,
+    concatenate_outputs,
+    select_requests,
+)
+from meshrl.common.job.emulation import LATE_SHARE, EmulatedEngineSpeed
 
 
 class EmulatedSteps:
-    """The steps of an engine at a declared pace; see `EngineSteps`."""
+    """The steps of an engine at a declared pace; see `SteppableEngine`."""
 
-    def __init__(self, engine: TokenEngine, pace: Pace, clock: Clock, degree: int = 1) -> None:
+    def __init__(
+        self,
+        engine: TokenEngine,
+        profile: EmulatedEngineSpeed,
+        clock: Clock,
+        tensor_parallel_size: int = 1,
+    ) -> None:
         """`engine` does one step a call, so that none of its tokens shows too early. The pace is of
         one accelerator; the steps are those of `degree` of them that share the model.
         """
-        self._engine, self.pace, self.tensor_parallel = engine, pace.of_degree(degree), degree
-        self.path = f"{engine.path}, paced"
+        self._engine, self.profile, self.tensor_parallel_size = (
+            engine,
+            profile.with_tensor_parallel(tensor_parallel_size),
+            tensor_parallel_size,
+        )
+        self.backend = f"{engine.backend}, paced"
         self._clock = clock
-        self._ends_s = 0.0  # when the step that runs would be over
-        self._seen: Flush | None = None  # what its accelerator would have brought by now
-        self._cost_s = 0.0  # what it takes; 0: none runs
+        self._step_ends_s = 0.0  # when the step that runs would be over
+        self._due_flush: EngineOutput | None = (
+            None  # what its accelerator would have brought by now
+        )
+        self._step_cost_s = 0.0  # what it takes; 0: none runs
         self.busy_s = 0.0
-        self.paced = self.late = 0  # steps so far, and those that ended LATE
+        self.emulated_count = self.late_count = 0  # steps so far, and those that ended LATE
 
-    def begin(self) -> None:
+    def reset_lateness(self) -> None:
         """Others have had the accelerator: there is no lateness to make up for."""
-        self._end_of_step()
-        self._ends_s = max(self._ends_s, self._clock.monotonic())
+        self._finish_due_step()
+        self._step_ends_s = max(self._step_ends_s, self._clock.monotonic())
 
     @property
-    def ended(self) -> bool:
-        return self._seen is not None and bool((self._seen.finish != Finish.RUNNING).any())
+    def has_finished(self) -> bool:
+        return self._due_flush is not None and bool(
+            (self._due_flush.finish_reasons != FinishReason.RUNNING).any()
+        )
 
     @property
-    def due_s(self) -> float:
-        return max(0.0, self._ends_s - self._clock.monotonic(), self._engine.due_s)
+    def next_step_delay_s(self) -> float:
+        return max(0.0, self._step_ends_s - self._clock.monotonic(), self._engine.next_step_delay_s)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        return self.pace.prefill_tokens_per_s
+        return self.profile.prefill_tokens_per_s
 
     def step(self) -> bool:
         engine, now = self._engine, self._clock.monotonic()
-        if now < self._ends_s:
+        if now < self._step_ends_s:
             return True
-        self._end_of_step()
-        sampled, steps, computed = engine.tokens_generated, engine.steps, engine.tokens_computed
+        self._finish_due_step()
+        sampled, steps, computed = engine.tokens_generated, engine.num_steps, engine.tokens_computed
         busy = engine.step()
         sampled = engine.tokens_generated - sampled
-        steps = engine.steps - steps
+        steps = engine.num_steps - steps
         prefilled = max(0, engine.tokens_computed - computed - sampled)
         batch = -(-sampled // steps) if steps else 0
-        cost_s = self.pace.step_s(batch, steps, prefilled)
+        cost_s = self.profile.compute_step_s(batch, steps, prefilled)
         # A late look at the clock is made up for, as an accelerator has no such lateness.
-        late = now - self._ends_s
-        self._ends_s = (self._ends_s if late < cost_s else now) + cost_s
+        late = now - self._step_ends_s
+        self._step_ends_s = (self._step_ends_s if late < cost_s else now) + cost_s
         self.busy_s += cost_s
-        self._cost_s = cost_s
+        self._step_cost_s = cost_s
         if not busy:
-            self._show()
+            self._collect_due_tokens()
         return busy or cost_s > 0
 
-    def _end_of_step(self) -> None:
+    def _finish_due_step(self) -> None:
         """What is over by now shows; if it is a step that ran, how late it is noticed counts."""
-        late_s = self._clock.monotonic() - self._ends_s
+        late_s = self._clock.monotonic() - self._step_ends_s
         if late_s < 0:
             return
-        if self._cost_s:
-            self.paced += 1
-            self.late += late_s > LATE * self._cost_s
-            self._cost_s = 0.0
-        self._show()
+        if self._step_cost_s:
+            self.emulated_count += 1
+            self.late_count += late_s > LATE_SHARE * self._step_cost_s
+            self._step_cost_s = 0.0
+        self._collect_due_tokens()
 
-    def _show(self) -> None:
-        brought = self._engine.drain()
+    def _collect_due_tokens(self) -> None:
+        brought = self._engine.drain_outputs()
         if brought is not None:
-            self._seen = brought if self._seen is None else joined(self._seen, brought)
+            self._due_flush = (
+                brought
+                if self._due_flush is None
+                else concatenate_outputs(self._due_flush, brought)
+            )
 
-    def drain(self, ended_only: bool = False) -> Flush | None:
-        self._end_of_step()
-        seen, self._seen = self._seen, None
-        if seen is None or not ended_only:
+    def drain_outputs(self, finished_only: bool = False) -> EngineOutput | None:
+        self._finish_due_step()
+        seen, self._due_flush = self._due_flush, None
+        if seen is None or not finished_only:
             return seen
-        over = np.isin(seen.ids, seen.ids[seen.finish != Finish.RUNNING])
+        over = np.isin(seen.ids, seen.ids[seen.finish_reasons != FinishReason.RUNNING])
         if not over.all():
-            self._seen = rows_of(seen, ~over)
-        return rows_of(seen, over) if over.any() else None
+            self._due_flush = select_requests(seen, ~over)
+        return select_requests(seen, over) if over.any() else None

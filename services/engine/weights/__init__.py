@@ -1,3 +1,3 @@
-"""The weights of an engine: how a version is received, merged and put in place. Open `loaded.py`
-first.
+"""The weights of an engine: how a version is received, merged and put in place. Open
+`engine_weights.py` first.
 """

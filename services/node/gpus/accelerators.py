@@ -7,10 +7,14 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import CPU, load_accelerators, match_kind
 from meshrl.common.hardware.gpus.devices import Device
-from meshrl.common.hardware.gpus.found import ANSWER_S, enough, ours
-from meshrl.common.hardware.gpus.visible import CUDA
-from meshrl.common.hardware.profiles import CPU, declared, kind_of
+from meshrl.common.hardware.gpus.selection import (
+    DRIVER_TIMEOUT_S,
+    check_device_count,
+    select_devices,
+)
+from meshrl.common.hardware.gpus.visibility import CUDA_ENV
 from meshrl.common.mesh.process.host import Host
 
 
@@ -18,50 +22,52 @@ from meshrl.common.mesh.process.host import Host
 class WorkerAccelerator:
     name: str  # "cpu:0", "cuda:0 NVIDIA H200"
     env: Mapping[str, str] = field(default_factory=dict)  # what lets a process see only this one
-    bytes: int = 0  # of its memory; 0: not known
+    memory_bytes: int = 0  # of its memory; 0: not known
     device: Device | None = None  # of a GPU
 
 
-def cpu_slots(count: int, stand_for: Sequence[str] = ()) -> list[WorkerAccelerator]:
+def list_cpu_slots(count: int, emulated_kinds: Sequence[str] = ()) -> list[WorkerAccelerator]:
     """Slots of one thread each: two would fight for the cores of a small machine. The first ones
     `stand_for` accelerators of these kinds. ConfigError where none is declared, or no such slot is.
     """
-    kinds = [kind_of(name) for name in stand_for]
-    for name, kind in zip(stand_for, kinds, strict=True):
+    kinds = [match_kind(name) for name in emulated_kinds]
+    for name, kind in zip(emulated_kinds, kinds, strict=True):
         if kind in ("", CPU):
-            known = ", ".join(kind for kind in declared() if kind != CPU)
-            raise _cannot(f"no accelerator {name!r} is declared", f"one of {known}")
+            known = ", ".join(kind for kind in load_accelerators() if kind != CPU)
+            raise _config_error(f"no accelerator {name!r} is declared", f"one of {known}")
     if len(kinds) > count:
-        raise _cannot(f"{len(kinds)} kinds are named for {count} slots", "as many as --workers")
+        raise _config_error(
+            f"{len(kinds)} kinds are named for {count} slots", "as many as --workers"
+        )
     names = [
         f"cpu:{i} {kind}".rstrip() for i, kind in zip_longest(range(count), kinds, fillvalue="")
     ]
     return [WorkerAccelerator(name, {"OMP_NUM_THREADS": "1"}) for name in names]
 
 
-def _cannot(message: str, fix: str) -> ConfigError:
+def _config_error(message: str, fix: str) -> ConfigError:
     return ConfigError(message, where="--stand-for, $MESHRL_STAND_FOR", fix=f"name {fix}")
 
 
-def of_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
+def list_gpus(devices: list[Device], count: int) -> list[WorkerAccelerator]:
     """An accelerator for each of the first `count` devices; for all if `count` is 0. ConfigError
     when there are fewer. A process sees its own by UUID, which means the same in every order.
     """
-    enough(devices, count)
+    check_device_count(devices, count)
     return [
-        WorkerAccelerator(device.label, {CUDA: device.uuid}, device.memory, device)
+        WorkerAccelerator(device.label, {CUDA_ENV: device.uuid}, device.memory, device)
         for device in devices[: count or None]
     ]
 
 
-async def discover(
-    host: Host, device: str, workers: int, stand_for: Sequence[str] = ()
+async def discover_accelerators(
+    host: Host, device: str, workers: int, emulated_kinds: Sequence[str] = ()
 ) -> list[WorkerAccelerator]:
     """The accelerators of `device` ("cpu" or "cuda"); ConfigError if there are none, or fewer than
     `workers`. `stand_for`: see `cpu_slots`; GPUs stand for nothing else.
     """
     if device == "cpu":
-        return cpu_slots(workers, stand_for)
-    if stand_for:
-        raise _cannot(f"accelerators of {device} are what they are", "none, or --device cpu")
-    return of_gpus(await host.run_blocking(ours, deadline_s=ANSWER_S), workers)
+        return list_cpu_slots(workers, emulated_kinds)
+    if emulated_kinds:
+        raise _config_error(f"accelerators of {device} are what they are", "none, or --device cpu")
+    return list_gpus(await host.run_blocking(select_devices, deadline_s=DRIVER_TIMEOUT_S), workers)

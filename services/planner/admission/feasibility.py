@@ -7,43 +7,54 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from meshrl.common.state.pool.demand.needs import PlannedJob
-from meshrl.common.state.pool.placing.decisions import FailJob, Why
-from meshrl.common.state.pool.placing.fitting import fitted, never_fits_on, too_far_apart, too_large
-from meshrl.common.state.pool.placing.snapshot import Snapshot
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import FailJob, Rationale
+from meshrl.common.state.pool.scheduling.feasibility import (
+    drop_infeasible_degrees,
+    explain_no_common_location,
+    explain_too_few_workers,
+    explain_too_little_memory,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
 from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
-def shortfalls(
-    snapshot: Snapshot, counted: Sequence[WorkerRow], before: Mapping[str, int]
+def find_infeasible_jobs(
+    snapshot: PoolSnapshot,
+    expected_workers: Sequence[WorkerRow],
+    infeasible_since: Mapping[str, int],
 ) -> tuple[dict[str, int], list[FailJob]]:
     """Since when which jobs have been without a mesh that they could ever run on, and those that
     fail for it now. `counted` are the workers that a job may wait for, `before` the last look's
     answer.
     """
     now_ms, settings = snapshot.now_ms, snapshot.settings
-    if snapshot.gathers:
+    if snapshot.is_gathering_workers:
         return {}, []
-    places = Counter(map(settings.place, counted))
-    there = {r.job for gang in snapshot.gangs for r in gang.residents if r.core and r.settled}
+    places = Counter(map(settings.get_gang_location, expected_workers))
+    there = {r.job for gang in snapshot.gangs for r in gang.residents if r.core and r.is_reconciled}
     why = {}
     for job in snapshot.jobs:
-        need = fitted(job.need, counted)
+        need = drop_infeasible_degrees(job.need, expected_workers)
         why[job.id] = (
-            never_fits_on(need, places, settings)
-            or too_far_apart(need, counted, settings)
-            or ("" if job.id in there else too_large(need, counted, settings))
+            explain_too_few_workers(need, places, settings)
+            or explain_no_common_location(need, expected_workers, settings)
+            or (
+                ""
+                if job.id in there
+                else explain_too_little_memory(need, expected_workers, settings)
+            )
         )
-    short = {job: before.get(job, now_ms) for job, found in why.items() if found}
+    short = {job: infeasible_since.get(job, now_ms) for job, found in why.items() if found}
     failed = [
-        FailJob(job, why[job], Why("short", job, {"there_are": len(counted)}))
+        FailJob(job, why[job], Rationale("short", job, {"there_are": len(expected_workers)}))
         for job, since in short.items()
         if now_ms - since > 1000 * settings.short_s
     ]
     return short, failed
 
 
-def runnable(jobs: Sequence[PlannedJob], failed: Sequence[FailJob]) -> list[PlannedJob]:
+def order_runnable_jobs(jobs: Sequence[PlannedJob], failed: Sequence[FailJob]) -> list[PlannedJob]:
     """The jobs that have not ended by now, in the order in which they come: higher priorities
     first, then as they were submitted.
     """

@@ -1,3 +1,3 @@
-"""Which workers of a job roll out and which train: predicted, decided, judged. Open `balancing.py`
-first.
+"""Which workers of a job roll out and which train: predicted, decided, judged. Open
+`rebalancing.py` first.
 """

@@ -8,25 +8,25 @@ the other. Nothing is planned before the warm-up is over, and nothing for a whil
 from __future__ import annotations
 
 from meshrl.common.job.config import PlannerConfig
-from meshrl.services.planner.forecast.accounts import Window
-from meshrl.services.planner.forecast.prediction import OFF, Prediction
-from meshrl.services.planner.forecast.quantities import Split, StepTerms
+from meshrl.services.planner.forecast.prediction import MODEL_ERROR, StepPrediction
+from meshrl.services.planner.forecast.step_quantities import StepTerms, WorkerSplit
+from meshrl.services.planner.forecast.work_account import WorkWindow
 
 
-def pressing(
-    window: Window,
-    split: Split,
+def find_trigger(
+    window: WorkWindow,
+    split: WorkerSplit,
     terms: StepTerms,
-    stages: Prediction,
+    prediction: StepPrediction,
     config: PlannerConfig,
     rejected: int,
-    since_planned: int,
+    steps_since_plan: int,
 ) -> str:
     """The trigger that asks for a plan, by name; empty: none. `rejected` are the trajectories that
     came back too old since the last one, `since_planned` the steps since then.
     """
-    slots = max(1, split.engines) * terms.slots * window.seconds
-    shorter, longer = sorted((stages.rollout_s, stages.train_s))
+    slots = max(1, split.engines) * terms.engine_slots * window.seconds
+    shorter, longer = sorted((prediction.rollout_s, prediction.train_s))
     if (longer / shorter if shorter > 0 else 1.0) >= config.imbalance:
         return "imbalance"
     if window.work.queue_s / slots >= config.queue_pressure:
@@ -35,31 +35,41 @@ def pressing(
         return "active"
     if rejected >= config.rejected:
         return "rejected"
-    return "interval" if since_planned >= config.every else ""
+    return "interval" if steps_since_plan >= config.every else ""
 
 
-def rests(step: int, since: int | None, config: PlannerConfig, failures: int) -> str:
+def explain_cooldown(
+    step: int, steps_since_move: int | None, config: PlannerConfig, failures: int
+) -> str:
     """Why nothing is planned now, whatever presses; empty: something may be. `since` are the steps
     since the last move. Moves that did not pay make the rest longer.
     """
     if step <= config.warmup_steps:
         return f"the first {config.warmup_steps} steps are not over"
     rest = config.cooldown_steps << min(failures, 4)
-    if since is not None and since < rest:
-        return f"the last move was {since} steps ago, and {rest} are waited"
+    if steps_since_move is not None and steps_since_move < rest:
+        return f"the last move was {steps_since_move} steps ago, and {rest} are waited"
     return ""
 
 
-def worth(
-    gain_s: float, step_s: float, config: PlannerConfig, failures: int, left: int, switch_s: float
+def explain_insufficient_gain(
+    gain_s: float,
+    step_s: float,
+    config: PlannerConfig,
+    failures: int,
+    remaining_steps: int,
+    switch_s: float,
 ) -> str:
     """Why a plan is not applied that saves `gain_s` of each step, with `left` steps to go; empty:
     it is. No less is asked than predictions are off by, and twice as much for each move of the kind
     that did not pay.
     """
-    asked = max(config.gain, OFF) * (1 << min(failures, 4))
+    asked = max(config.gain, MODEL_ERROR) * (1 << min(failures, 4))
     if gain_s < asked * step_s:
         return f"it would save {gain_s / step_s:.1%} of a step, and {asked:.0%} are asked"
-    if gain_s * left <= switch_s:
-        return f"it would save {gain_s * left:.1f} s until the end, and take {switch_s:.1f} s"
+    if gain_s * remaining_steps <= switch_s:
+        return (
+            f"it would save {gain_s * remaining_steps:.1f} s until the end, and take "
+            f"{switch_s:.1f} s"
+        )
     return ""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-FORGETTING = 0.9  # weight of an observation beside the next: ten are remembered
-KEYS = 256  # that are kept; who was observed longest ago goes first
-FURTHEST = math.log(100.0)  # an observation further from its prediction counts as this far
+DECAY = 0.9  # weight of an observation beside the next: ten are remembered
+MAX_KEYS = 256  # that are kept; who was observed longest ago goes first
+MAX_LOG_RATIO = math.log(100.0)  # an observation further from its prediction counts as this far
 
 
 class CorrectionKey(NamedTuple):
@@ -37,11 +37,11 @@ class CorrectionFactor:
         """By which a prediction is multiplied."""
         return math.exp(self.log)
 
-    def seen(self, predicted: float, observed: float) -> CorrectionFactor:
+    def observe(self, predicted: float, observed: float) -> CorrectionFactor:
         """The factor after one more observation."""
         found = math.log(observed) - math.log(predicted)
-        found = max(-FURTHEST, min(found, FURTHEST))
-        weight = max(1.0 / (self.count + 1), 1.0 - FORGETTING)
+        found = max(-MAX_LOG_RATIO, min(found, MAX_LOG_RATIO))
+        weight = max(1.0 / (self.count + 1), 1.0 - DECAY)
         missed = abs(found - self.log)
         return CorrectionFactor(
             self.log + weight * (found - self.log),
@@ -58,26 +58,26 @@ class Correction:
         default_factory=dict
     )  # latest observed last
 
-    def predicted(self, key: CorrectionKey, seconds: float) -> float:
+    def correct(self, key: CorrectionKey, seconds: float) -> float:
         """A prediction of the cost model as it is to be believed."""
-        return seconds * self.factor(key).value
+        return seconds * self.get_factor(key).value
 
-    def factor(self, key: CorrectionKey) -> CorrectionFactor:
+    def get_factor(self, key: CorrectionKey) -> CorrectionFactor:
         """What is known of a key; 1 without an observation."""
         return self.factors.get(key, CorrectionFactor())
 
-    def error(self, key: CorrectionKey) -> float:
+    def compute_error(self, key: CorrectionKey) -> float:
         """How far corrected predictions have been off, as a share of them; 0 when nothing was
         observed.
         """
-        return math.expm1(self.factor(key).error)
+        return math.expm1(self.get_factor(key).error)
 
-    def seen(self, key: CorrectionKey, predicted: float, observed: float) -> Correction:
+    def observe(self, key: CorrectionKey, predicted: float, observed: float) -> Correction:
         """The correction after `observed` where the cost model itself, without a factor, had
         `predicted`; the same where either is no time.
         """
         if not (0 < predicted < math.inf and 0 < observed < math.inf):
             return self
         others = {one: factor for one, factor in self.factors.items() if one != key}
-        kept = list(others.items())[-(KEYS - 1) :]
-        return Correction(dict(kept) | {key: self.factor(key).seen(predicted, observed)})
+        kept = list(others.items())[-(MAX_KEYS - 1) :]
+        return Correction(dict(kept) | {key: self.get_factor(key).observe(predicted, observed)})

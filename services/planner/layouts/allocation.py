@@ -3,9 +3,9 @@ shortest iteration, max(T_rollout, T_train) (Libra, arXiv 2606.03077, Global Res
 
 Libra enumerates ways to train and runs a dynamic programme over gangs for each. Here the time is
 searched by bisection: a limit can be kept if some way to train keeps it and the accelerators that
-it leaves can generate everything within it, for which one table of `search.py` is enough for all
-ways. The result is the best of its family: gangs of powers of two within nodes, contiguous ranges
-of lengths, within `tolerance` of the shortest time.
+it leaves can generate everything within it, for which one table of `range_search.py` is enough for
+all ways. The result is the best of its family: gangs of powers of two within nodes, contiguous
+ranges of lengths, within `tolerance` of the shortest time.
 """
 
 from __future__ import annotations
@@ -15,32 +15,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from meshrl.services.planner.costs.training import TrainingLayout
-from meshrl.services.planner.layouts.nodes import LayoutNode, Pool, Supply, placed, supply, without
-from meshrl.services.planner.layouts.search import (
-    CELLS,
-    Furthest,
-    GangSpan,
-    States,
-    largest_degrees,
+from meshrl.services.planner.costs.training_costs import TrainingLayout
+from meshrl.services.planner.layouts.layout_nodes import (
+    AcceleratorPool,
+    LayoutNode,
+    Supply,
+    count_supply,
+    place_gangs,
+    take_accelerators,
 )
-from meshrl.services.planner.layouts.serving import Served
+from meshrl.services.planner.layouts.range_costs import RangeCosts
+from meshrl.services.planner.layouts.range_search import (
+    MAX_CELLS,
+    FurthestTable,
+    GangSpan,
+    SupplyStates,
+    find_largest_degrees,
+)
 
 TOLERANCE = 1e-4  # of the time; what is below is told apart by no measurement
-NEVER = 1e18  # seconds
+MAX_SECONDS = 1e18  # seconds
 
-_Pools = frozenset[Pool]
+_PoolSet = frozenset[AcceleratorPool]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class TrainingOption:
     """A way to train, and the seconds of its step."""
 
     layout: TrainingLayout
-    seconds: float
+    train_s: float
 
 
-NO_TRAINING = Timed(TrainingLayout("", data=0), 0.0)  # where it is others' that are planned
+NO_TRAINING = TrainingOption(
+    TrainingLayout("", data_parallel=0), 0.0
+)  # where it is others' that are planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +61,27 @@ class PlannedGang:
     place: str
     first: int
     end: int
-    seconds: float
+    rollout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """What a job should have."""
 
-    training: Timed
-    trains_at: tuple[str, ...]  # the place of each unit of `tensor` accelerators
+    training_option: TrainingOption
+    training_places: tuple[str, ...]  # the place of each unit of `tensor` accelerators
     gangs: tuple[PlannedGang, ...]  # in order of length
-    exact: bool  # whether gangs were looked at one by one
+    is_exact: bool  # whether gangs were looked at one by one
 
     @property
     def train_s(self) -> float:
         """Seconds of a step's training."""
-        return self.training.seconds
+        return self.training_option.train_s
 
     @property
     def rollout_s(self) -> float:
         """Seconds in which the gangs generate a step's trajectories."""
-        return max((gang.seconds for gang in self.gangs), default=0.0)
+        return max((gang.rollout_s for gang in self.gangs), default=0.0)
 
     @property
     def iteration_s(self) -> float:
@@ -81,128 +90,134 @@ class LayoutPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _TrainingCandidate:
     """A way to train, and what it leaves."""
 
-    timed: Timed
-    left: tuple[LayoutNode, ...]
-    places: tuple[str, ...]
+    option: TrainingOption
+    remaining_nodes: tuple[LayoutNode, ...]
+    training_places: tuple[str, ...]
     supply: Supply
 
 
 def allocate(
-    ranges: Served,
+    range_costs: RangeCosts,
     nodes: Sequence[LayoutNode],
-    ways: Sequence[Timed],
+    options: Sequence[TrainingOption],
     tolerance: float = TOLERANCE,
-    limit: int = CELLS,
+    max_cells: int = MAX_CELLS,
 ) -> LayoutPlan | None:
     """The plan with the shortest iteration; of equally short ones that which trains in less time,
     then on fewer accelerators. None when no way to train leaves gangs that can serve every group.
     """
-    search = _Search(ranges, _ways(ranges, nodes, ways), limit)
-    found = search.best(tolerance)
+    search = _AllocationSearch(
+        range_costs, _list_candidates(range_costs, nodes, options), max_cells
+    )
+    found = search.find_best(tolerance)
     if found is None:
         return None
     way, spans = found
-    gangs = [ranges.kinds[span.server] for span in spans]
-    places = placed(way.left, gangs)
+    gangs = [range_costs.kinds[span.server] for span in spans]
+    places = place_gangs(way.remaining_nodes, gangs)
     planned = (
-        PlannedGang(*gang, place, span.first, span.end, _seconds(ranges, span))
+        PlannedGang(*gang, place, span.first, span.end, _predict_span_s(range_costs, span))
         for gang, place, span in zip(gangs, places, spans, strict=True)
     )
-    return LayoutPlan(way.timed, way.places, tuple(planned), search.exact)
+    return LayoutPlan(way.option, way.training_places, tuple(planned), search.is_exact)
 
 
-def _ways(ranges: Served, nodes: Sequence[LayoutNode], ways: Sequence[Timed]) -> list[_Way]:
+def _list_candidates(
+    range_costs: RangeCosts, nodes: Sequence[LayoutNode], options: Sequence[TrainingOption]
+) -> list[_TrainingCandidate]:
     """Ways to train that nodes have the accelerators for, the fastest of as many accelerators."""
-    largest = largest_degrees(ranges.kinds)
-    fastest: dict[tuple[str, int, int], Timed] = {}
-    for timed in ways:
-        key = (timed.layout.kind, timed.layout.workers, timed.layout.tensor)
-        if key not in fastest or timed.seconds < fastest[key].seconds:
+    largest = find_largest_degrees(range_costs.kinds)
+    fastest: dict[tuple[str, int, int], TrainingOption] = {}
+    for timed in options:
+        key = (timed.layout.kind, timed.layout.workers, timed.layout.tensor_parallel)
+        if key not in fastest or timed.train_s < fastest[key].train_s:
             fastest[key] = timed
     found = []
     for (kind, workers, tensor), timed in fastest.items():
-        if not math.isfinite(timed.seconds):
+        if not math.isfinite(timed.train_s):
             continue
-        taken = without(nodes, kind, workers, tensor)
-        if taken is not None and (left := supply(taken[0], largest)):
-            found.append(_Way(timed, taken[0], tuple(taken[1]), left))
-    return sorted(found, key=lambda way: (way.timed.seconds, way.timed.layout.workers))
+        taken = take_accelerators(nodes, kind, workers, tensor)
+        if taken is not None and (left := count_supply(taken[0], largest)):
+            found.append(_TrainingCandidate(timed, taken[0], tuple(taken[1]), left))
+    return sorted(found, key=lambda way: (way.option.train_s, way.option.layout.workers))
 
 
-class _Search:
+class _AllocationSearch:
     """Bisection over limits. What it holds: the limit, kept by `best`, is the least known one that
     can be kept."""
 
-    def __init__(self, ranges: Served, ways: Sequence[_Way], limit: int) -> None:
-        self.ranges, self.ways, self.limit = ranges, ways, limit
-        self._states = self._of(limit)
-        self.exact = all(states.exact for states in self._states.values())
+    def __init__(
+        self, range_costs: RangeCosts, candidates: Sequence[_TrainingCandidate], max_cells: int
+    ) -> None:
+        self.range_costs, self.candidates, self.max_cells = range_costs, candidates, max_cells
+        self._states = self._build_states(max_cells)
+        self.is_exact = all(states.is_exact for states in self._states.values())
 
-    def best(self, tolerance: float) -> tuple[_Way, list[GangSpan]] | None:
+    def find_best(self, tolerance: float) -> tuple[_TrainingCandidate, list[GangSpan]] | None:
         """The way to train and the gangs of the shortest iteration: the best found when no limit
         in between, further than `tolerance`, can be kept.
         """
-        found = self._within(NEVER)
+        found = self._find_within(MAX_SECONDS)
         if found is None:
             return None
-        high = self._iteration_s(found)
-        low = max(self.ways[0].timed.seconds * (1 - tolerance), high * 1e-6)
+        high = self._compute_iteration_s(found)
+        low = max(self.candidates[0].option.train_s * (1 - tolerance), high * 1e-6)
         while high > low * (1 + tolerance):
             middle = math.sqrt(low * high)
-            better = self._within(middle)
+            better = self._find_within(middle)
             if better is None:
                 low = middle
             else:
-                found, high = better, min(middle, self._iteration_s(better))
+                found, high = better, min(middle, self._compute_iteration_s(better))
         return found
 
-    def _within(self, limit_s: float) -> tuple[_Way, list[GangSpan]] | None:
+    def _find_within(self, limit_s: float) -> tuple[_TrainingCandidate, list[GangSpan]] | None:
         """A way to train and gangs that keep a limit; None when there are none."""
-        reach = cache(lambda server: self.ranges.reach(server, limit_s))
-        tables: dict[int, Furthest] = {}
-        for way in self.ways:
-            if way.timed.seconds > limit_s:
+        reach = cache(lambda server: self.range_costs.find_range_ends(server, limit_s))
+        tables: dict[int, FurthestTable] = {}
+        for way in self.candidates:
+            if way.option.train_s > limit_s:
                 break
             of = self._states[frozenset(way.supply)]
             table = tables.get(id(of))
             if table is None:
-                table = tables[id(of)] = Furthest(of, reach)
-            state = of.of(way.supply)
-            if table.end(state) >= self.ranges.groups:
-                return way, table.spans(state)
+                table = tables[id(of)] = FurthestTable(of, reach)
+            state = of.find_state(way.supply)
+            if table.find_end(state) >= self.range_costs.group_count:
+                return way, table.find_spans(state)
         return None
 
-    def _iteration_s(self, found: tuple[_Way, list[GangSpan]]) -> float:
-        way, spans = found
-        return max(way.timed.seconds, *(_seconds(self.ranges, span) for span in spans))
+    def _compute_iteration_s(self, allocation: tuple[_TrainingCandidate, list[GangSpan]]) -> float:
+        way, spans = allocation
+        return max(way.option.train_s, *(_predict_span_s(self.range_costs, span) for span in spans))
 
-    def _of(self, limit: int) -> dict[_Pools, States]:
+    def _build_states(self, max_cells: int) -> dict[_PoolSet, SupplyStates]:
         """The states of each set of pools that ways to train leave something of, of no more than
         `limit` cells together. Where they would be more, ways that leave something of fewer pools
         are judged by the states of more.
         """
-        most: dict[_Pools, Supply] = {}
-        for way in self.ways:
+        most: dict[_PoolSet, Supply] = {}
+        for way in self.candidates:
             _widen(most.setdefault(frozenset(way.supply), {}), way.supply)
-        kinds = self.ranges.kinds
-        found = {key: States(of, kinds, limit) for key, of in most.items()}
-        if sum(states.cells for states in found.values()) <= limit:
+        kinds = self.range_costs.kinds
+        found = {key: SupplyStates(of, kinds, max_cells) for key, of in most.items()}
+        if sum(states.cells for states in found.values()) <= max_cells:
             return found
         widest = {key: max((k for k in most if key <= k), key=len) for key in most}
         for key, of in list(most.items()):
             _widen(most[widest[key]], of)
-        each = limit // len(set(widest.values()))
-        found = {key: States(most[key], kinds, each) for key in set(widest.values())}
+        each = max_cells // len(set(widest.values()))
+        found = {key: SupplyStates(most[key], kinds, each) for key in set(widest.values())}
         return {key: found[widest[key]] for key in most}
 
 
-def _widen(most: Supply, by: Supply) -> None:
-    for pool, count in by.items():
-        most[pool] = max(most.get(pool, 0), count)
+def _widen(widest: Supply, supply: Supply) -> None:
+    for pool, count in supply.items():
+        widest[pool] = max(widest.get(pool, 0), count)
 
 
-def _seconds(ranges: Served, span: GangSpan) -> float:
-    return ranges.seconds(span.server, span.first, span.end)
+def _predict_span_s(range_costs: RangeCosts, span: GangSpan) -> float:
+    return range_costs.predict_range_s(span.server, span.first, span.end)

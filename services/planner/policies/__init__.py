@@ -1,1 +1,1 @@
-"""What the planner decides by, a question each. `decide.py` asks them in order: open it first."""
+"""What the planner decides by, a question each. `decision.py` asks them in order: open it first."""

@@ -7,192 +7,220 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshrl.common.state.pool.placing.decisions import Decision, Dissolve, Form, Place, Remove, Why
-from meshrl.common.state.pool.placing.snapshot import Move, Snapshot
-from meshrl.common.state.pool.store.documents import numbered
-from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
-from meshrl.services.planner.pool.team import Seated, Team
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    DissolveGang,
+    FormGang,
+    PlaceInstance,
+    Rationale,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.scheduling.snapshot import Move, PoolSnapshot
+from meshrl.common.state.pool.store.documents import id_sort_key
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, WorkerRow
+from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
 
 
-class Draft:
+class PoolDraft:
     """The pool as it will be when all that is decided so far is done."""
 
-    def __init__(self, snapshot: Snapshot, usable: Iterable[WorkerRow]) -> None:
+    def __init__(self, snapshot: PoolSnapshot, usable: Iterable[WorkerRow]) -> None:
         self.snapshot = snapshot
         self.decisions: list[Decision] = []
         self.workers = {worker.id: worker for worker in snapshot.workers}
-        self.needs = {job.id: job.need for job in snapshot.jobs}
+        self.requirements_by_job = {job.id: job.need for job in snapshot.jobs}
         self.gangs = {gang.id: gang for gang in snapshot.gangs}
-        self.usable = {worker.id for worker in usable}
-        self.placeable = {w for w in self.usable if self.workers[w].alive}
-        self.where = {w: gang.id for gang in snapshot.gangs for w in gang.workers}
-        self.on: dict[str, dict[str, Seated]] = {worker: {} for worker in self.workers}
-        self.of: dict[str, dict[str, Seated]] = {}
-        self._teams: dict[str, Team] = {}
-        self._formed = snapshot.gangs_formed
+        self.usable_workers = {worker.id for worker in usable}
+        self.placeable_workers = {w for w in self.usable_workers if self.workers[w].alive}
+        self.gang_by_worker = {w: gang.id for gang in snapshot.gangs for w in gang.workers}
+        self.placements_by_worker: dict[str, dict[str, InstancePlacement]] = {
+            worker: {} for worker in self.workers
+        }
+        self.placements_by_job: dict[str, dict[str, InstancePlacement]] = {}
+        self._job_instances: dict[str, JobInstances] = {}
+        self._gangs_formed = snapshot.gangs_formed
         for gang in snapshot.gangs:
             for resident in gang.residents:
-                self._index(gang, resident)
-        self._teams.clear()
-        free = (w for w in self.placeable if not self.on[w] or not self._taken(w))
-        self._free = sorted(map(numbered, free))
-        self._is_free = {worker for _, worker in self._free}
+                self._index_placement(gang, resident)
+        self._job_instances.clear()
+        free = (
+            w
+            for w in self.placeable_workers
+            if not self.placements_by_worker[w] or not self._is_occupied(w)
+        )
+        self._free_workers = sorted(map(id_sort_key, free))
+        self._free_worker_ids = {worker for _, worker in self._free_workers}
 
     # -- what there is -----------------------------------------------------------------------------
 
-    def place(self, worker: str) -> str:
+    def get_place(self, worker: str) -> str:
         """What the workers of its gang have in common, by name."""
-        return self.snapshot.settings.place(self.workers[worker])
+        return self.snapshot.settings.get_gang_location(self.workers[worker])
 
-    def team(self, job: str) -> Team:
+    def get_instances(self, job: str) -> JobInstances:
         """The residents of a job, by what they do."""
-        if job not in self._teams:
-            seats = self.of.get(job, {}).values()
-            self._teams[job] = Team.of(sorted(seats, key=lambda s: numbered(s.workers[0])))
-        return self._teams[job]
+        if job not in self._job_instances:
+            seats = self.placements_by_job.get(job, {}).values()
+            self._job_instances[job] = JobInstances.from_placements(
+                sorted(seats, key=lambda s: id_sort_key(s.workers[0]))
+            )
+        return self._job_instances[job]
 
-    def free(self, fits: Callable[[str], bool] = lambda _: True) -> str:
+    def find_free_worker(self, fits: Callable[[str], bool] = lambda _: True) -> str:
         """A worker that nobody is awake on: the first that nobody sleeps on either, if there is
         one; empty when there is none.
         """
         sleepers = ""
-        for _, worker in self._free:
+        for _, worker in self._free_workers:
             if fits(worker):
-                if not self.on[worker]:
+                if not self.placements_by_worker[worker]:
                     return worker
                 sleepers = sleepers or worker
         return sleepers
 
     @property
-    def idle(self) -> list[str]:
+    def idle_workers(self) -> list[str]:
         """The workers that nobody is awake on, in their order."""
-        return [worker for _, worker in self._free]
+        return [worker for _, worker in self._free_workers]
 
-    def beside(self, worker: str) -> list[Seated]:
+    def list_gang_neighbours(self, worker: str) -> list[InstancePlacement]:
         """The residents of the other workers of its gang, who lose it when it joins another one."""
-        gang = self.gangs.get(self.where.get(worker, ""))
-        seats = [self.of[r.job][r.id] for r in gang.residents] if gang is not None else []
+        gang = self.gangs.get(self.gang_by_worker.get(worker, ""))
+        seats = (
+            [self.placements_by_job[r.job][r.id] for r in gang.residents]
+            if gang is not None
+            else []
+        )
         return [seated for seated in seats if worker not in seated.workers]
 
-    def awake_on(self, worker: str) -> list[Seated]:
+    def list_awake_on(self, worker: str) -> list[InstancePlacement]:
         """The residents of a worker that have its accelerator."""
-        return [seated for seated in self.on[worker].values() if seated.awake]
+        return [seated for seated in self.placements_by_worker[worker].values() if seated.is_awake]
 
     # -- what is decided ---------------------------------------------------------------------------
 
-    def decide(self, decision: Decision) -> None:
+    def add_decision(self, decision: Decision) -> None:
         """Adds a decision that changes nothing of the draft itself."""
         self.decisions.append(decision)
 
-    def seat(
+    def place_instance(
         self,
         workers: Sequence[str],
         job: str,
         role: Role,
-        why: Why,
+        rationale: Rationale,
         *,
         move: Callable[[str, str], Move] | None = None,
         op: str = "",
-        **wishes: Any,
-    ) -> Seated:
+        **fields: Any,
+    ) -> InstancePlacement:
         """Places a new resident on workers that are in one gang, or become one. `move` makes the
         move that this is, from the ids of resident and gang; `wishes` are further fields of the
         resident.
         """
-        gang = self._gang_of(workers, why)
-        resident = Resident(
+        gang = self._get_or_form_gang(workers, rationale)
+        resident = Instance(
             id=f"{gang.id}.{gang.placed}",
             job=job,
             role=role,
             ranks=tuple(gang.workers.index(worker) for worker in workers),
             changed_ms=self.snapshot.now_ms,
-            **wishes,
+            **fields,
         )
         gang = self.gangs[gang.id] = replace(gang, placed=gang.placed + 1)
         made = move(resident.id, gang.id) if move is not None else None
-        self.decide(Place(gang.id, resident, why, made, op))
-        return self._add(gang, resident)
+        self.add_decision(PlaceInstance(gang.id, resident, rationale, made, op))
+        return self._add_placement(gang, resident)
 
-    def change(self, seated: Seated, why: Why, **wishes: Any) -> Seated:
+    def update_instance(
+        self, placement: InstancePlacement, rationale: Rationale, **fields: Any
+    ) -> InstancePlacement:
         """Wishes something else of a resident, of the same process."""
-        before = seated.resident
-        after = replace(before, epoch=before.epoch + 1, changed_ms=self.snapshot.now_ms, **wishes)
-        self.decide(Place(seated.gang, after, why))
-        self._drop(seated)
-        return self._add(self.gangs[seated.gang], after)
+        before = placement.instance
+        after = replace(before, epoch=before.epoch + 1, changed_ms=self.snapshot.now_ms, **fields)
+        self.add_decision(PlaceInstance(placement.gang, after, rationale))
+        self._drop_placement(placement)
+        return self._add_placement(self.gangs[placement.gang], after)
 
-    def remove(self, seated: Seated, why: Why, op: str = "") -> None:
+    def remove_instance(
+        self, placement: InstancePlacement, rationale: Rationale, op: str = ""
+    ) -> None:
         """A resident leaves; a gang of several workers that is empty then is dissolved."""
-        self.decide(Remove(seated.gang, seated.resident.id, why, op))
-        self._drop(seated)
-        gang = self.gangs[seated.gang]
+        self.add_decision(RemoveInstance(placement.gang, placement.instance.id, rationale, op))
+        self._drop_placement(placement)
+        gang = self.gangs[placement.gang]
         if len(gang.workers) > 1 and not gang.residents:
-            self.dissolve(gang, why)
+            self.dissolve_gang(gang, rationale)
 
-    def dissolve(self, gang: Gang, why: Why) -> None:
+    def dissolve_gang(self, gang: Gang, rationale: Rationale) -> None:
         """A gang ends, that nobody is on."""
         assert not self.gangs[gang.id].residents, f"somebody is on {gang.id}"
-        self.decide(Dissolve(gang.id, why))
+        self.add_decision(DissolveGang(gang.id, rationale))
         del self.gangs[gang.id]
         for worker in gang.workers:
-            self.where.pop(worker, None)
+            self.gang_by_worker.pop(worker, None)
 
-    def clear(self) -> None:
+    def dissolve_empty_gangs(self) -> None:
         """Dissolves the gangs that nobody is on."""
         for gang in [gang for gang in self.gangs.values() if not gang.residents]:
-            self.dissolve(gang, Why("idle"))
+            self.dissolve_gang(gang, Rationale("idle"))
 
     # -- its books ---------------------------------------------------------------------------------
 
-    def _gang_of(self, workers: Sequence[str], why: Why) -> Gang:
-        gangs = {self.where.get(worker, "") for worker in workers}
+    def _get_or_form_gang(self, workers: Sequence[str], rationale: Rationale) -> Gang:
+        gangs = {self.gang_by_worker.get(worker, "") for worker in workers}
         if len(gangs) == 1 and "" not in gangs:
             return self.gangs[gangs.pop()]
         for other in sorted(gangs - {""}):  # who gathers workers has emptied them
-            self.dissolve(self.gangs[other], why)
-        gang = Gang(f"g{self._formed}", tuple(workers), 0, (), self.snapshot.now_ms)
-        self._formed += 1
+            self.dissolve_gang(self.gangs[other], rationale)
+        gang = Gang(f"g{self._gangs_formed}", tuple(workers), 0, (), self.snapshot.now_ms)
+        self._gangs_formed += 1
         self.gangs[gang.id] = gang
-        self.where.update(dict.fromkeys(workers, gang.id))
-        self.decide(Form(gang.id, gang.workers, why))
+        self.gang_by_worker.update(dict.fromkeys(workers, gang.id))
+        self.add_decision(FormGang(gang.id, gang.workers, rationale))
         return gang
 
-    def _add(self, gang: Gang, resident: Resident) -> Seated:
-        kept = tuple(r for r in self.gangs[gang.id].residents if r.id != resident.id)
-        self.gangs[gang.id] = replace(self.gangs[gang.id], residents=(*kept, resident))
-        seated = self._index(gang, resident)
-        self._tell(seated.workers)
+    def _add_placement(self, gang: Gang, instance: Instance) -> InstancePlacement:
+        kept = tuple(r for r in self.gangs[gang.id].residents if r.id != instance.id)
+        self.gangs[gang.id] = replace(self.gangs[gang.id], residents=(*kept, instance))
+        seated = self._index_placement(gang, instance)
+        self._update_free_workers(seated.workers)
         return seated
 
-    def _index(self, gang: Gang, resident: Resident) -> Seated:
-        seated = Seated(gang.id, resident, tuple(gang.workers[rank] for rank in resident.ranks))
-        self.of.setdefault(resident.job, {})[resident.id] = seated
-        self._teams.pop(resident.job, None)
+    def _index_placement(self, gang: Gang, instance: Instance) -> InstancePlacement:
+        seated = InstancePlacement(
+            gang.id, instance, tuple(gang.workers[rank] for rank in instance.ranks)
+        )
+        self.placements_by_job.setdefault(instance.job, {})[instance.id] = seated
+        self._job_instances.pop(instance.job, None)
         for worker in seated.workers:
-            self.on.setdefault(worker, {})[resident.id] = seated
+            self.placements_by_worker.setdefault(worker, {})[instance.id] = seated
         return seated
 
-    def _drop(self, seated: Seated) -> None:
-        gang, resident = self.gangs[seated.gang], seated.resident
+    def _drop_placement(self, placement: InstancePlacement) -> None:
+        gang, resident = self.gangs[placement.gang], placement.instance
         kept = tuple(r for r in gang.residents if r.id != resident.id)
         self.gangs[gang.id] = replace(gang, residents=kept)
-        del self.of[resident.job][resident.id]
-        self._teams.pop(resident.job, None)
-        for worker in seated.workers:
-            self.on[worker].pop(resident.id, None)
-        self._tell(seated.workers)
+        del self.placements_by_job[resident.job][resident.id]
+        self._job_instances.pop(resident.job, None)
+        for worker in placement.workers:
+            self.placements_by_worker[worker].pop(resident.id, None)
+        self._update_free_workers(placement.workers)
 
-    def _taken(self, worker: str) -> bool:
+    def _is_occupied(self, worker: str) -> bool:
         """Whether someone is awake there, or has not fallen asleep yet."""
-        return any(s.awake or not s.resident.settled for s in self.on[worker].values())
+        return any(
+            s.is_awake or not s.instance.is_reconciled
+            for s in self.placements_by_worker[worker].values()
+        )
 
-    def _tell(self, workers: Iterable[str]) -> None:
+    def _update_free_workers(self, workers: Iterable[str]) -> None:
         """Keeps the list of free workers."""
         for worker in workers:
-            free = worker in self.placeable and not self._taken(worker)
-            if free and worker not in self._is_free:
-                self._is_free.add(worker)
-                insort(self._free, numbered(worker))
-            elif not free and worker in self._is_free:
-                self._is_free.remove(worker)
-                self._free.remove(numbered(worker))
+            free = worker in self.placeable_workers and not self._is_occupied(worker)
+            if free and worker not in self._free_worker_ids:
+                self._free_worker_ids.add(worker)
+                insort(self._free_workers, id_sort_key(worker))
+            elif not free and worker in self._free_worker_ids:
+                self._free_worker_ids.remove(worker)
+                self._free_workers.remove(id_sort_key(worker))

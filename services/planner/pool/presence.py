@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshrl.common.state.pool.placing.snapshot import LEFT, Snapshot
-from meshrl.common.state.pool.store.documents import numbered
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, PoolSnapshot
+from meshrl.common.state.pool.store.documents import id_sort_key
 from meshrl.common.state.pool.workers.rows import WorkerRow
 
 
@@ -27,26 +27,30 @@ class PoolAbsences:
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
+class PoolPresence:
     """Who is there."""
 
-    missing: dict[str, int]  # worker -> since when
-    lost: frozenset[str]  # missing for too long to wait for
-    newly: tuple[str, ...]  # lost since the last look
-    away: dict[str, int]  # host that has died or drains -> since when
-    gone: frozenset[str]  # hosts that vanished: they have died for too long, and nobody said so
-    newly_gone: tuple[str, ...]  # since the last look
-    back: tuple[str, ...]  # hosts that had vanished, and are there again
-    draining: frozenset[str]  # hosts
-    takes: tuple[str, ...]  # hosts that something new may be placed on
-    usable: tuple[WorkerRow, ...]  # those that jobs may have: not lost, aside, or on such a host
-    counted: tuple[WorkerRow, ...]  # those that a job may wait for: all that are not gone
+    missing_since: dict[str, int]  # worker -> since when
+    lost_workers: frozenset[str]  # missing for too long to wait for
+    newly_lost_workers: tuple[str, ...]  # lost since the last look
+    away_since: dict[str, int]  # host that has died or drains -> since when
+    lost_hosts: frozenset[
+        str
+    ]  # hosts that vanished: they have died for too long, and nobody said so
+    newly_lost_hosts: tuple[str, ...]  # since the last look
+    returned_hosts: tuple[str, ...]  # hosts that had vanished, and are there again
+    draining_hosts: frozenset[str]  # hosts
+    schedulable_hosts: tuple[str, ...]  # hosts that something new may be placed on
+    usable_workers: tuple[
+        WorkerRow, ...
+    ]  # those that jobs may have: not lost, aside, or on such a host
+    expected_workers: tuple[WorkerRow, ...]  # those that a job may wait for: all that are not gone
 
 
-def present(snapshot: Snapshot, memory: PoolAbsences) -> Presence:
+def compute_presence(snapshot: PoolSnapshot, memory: PoolAbsences) -> PoolPresence:
     """Who is there at this look."""
     now_ms, settings = snapshot.now_ms, snapshot.settings
-    workers = sorted(snapshot.workers, key=lambda w: numbered(w.id))
+    workers = sorted(snapshot.workers, key=lambda w: id_sort_key(w.id))
     missing = {w.id: memory.missing.get(w.id, now_ms) for w in workers if not w.alive}
     lost = frozenset(
         worker
@@ -55,7 +59,7 @@ def present(snapshot: Snapshot, memory: PoolAbsences) -> Presence:
     )
     drains = {r.host for r in snapshot.requests if r.kind == "drain"}
     drains |= {host.name for host in snapshot.hosts if host.draining}
-    dead = {host.name for host in snapshot.hosts if not host.alive and host.draining != LEFT}
+    dead = {host.name for host in snapshot.hosts if not host.alive and host.draining != HOST_LEFT}
     gone = frozenset(
         host
         for host in dead
@@ -63,27 +67,27 @@ def present(snapshot: Snapshot, memory: PoolAbsences) -> Presence:
     )
     back = {host.name for host in snapshot.hosts if host.alive} & memory.gone
     out = drains | {host.name for host in snapshot.hosts if not host.alive}
-    return Presence(
-        missing=missing,
-        lost=lost,
-        newly=tuple(w.id for w in workers if w.id in lost and w.id not in memory.lost),
-        away={host: memory.away.get(host, now_ms) for host in sorted(out)},
-        gone=gone,
-        newly_gone=tuple(sorted(gone - memory.gone)),
-        back=tuple(sorted(back)),
-        draining=frozenset(drains),
-        takes=tuple(h.name for h in snapshot.hosts if h.alive and h.name not in drains),
-        usable=tuple(
+    return PoolPresence(
+        missing_since=missing,
+        lost_workers=lost,
+        newly_lost_workers=tuple(w.id for w in workers if w.id in lost and w.id not in memory.lost),
+        away_since={host: memory.away.get(host, now_ms) for host in sorted(out)},
+        lost_hosts=gone,
+        newly_lost_hosts=tuple(sorted(gone - memory.gone)),
+        returned_hosts=tuple(sorted(back)),
+        draining_hosts=frozenset(drains),
+        schedulable_hosts=tuple(h.name for h in snapshot.hosts if h.alive and h.name not in drains),
+        usable_workers=tuple(
             w
             for w in workers
             if w.id not in lost and w.id not in memory.aside and w.host not in drains
         ),
-        counted=tuple(
+        expected_workers=tuple(
             w for w in workers if now_ms - missing.get(w.id, now_ms) <= 1000 * settings.gone_s
         ),
     )
 
 
-def gone_for(since: Mapping[str, int], name: str, now_ms: int) -> float:
+def compute_absence_s(away_since: Mapping[str, int], name: str, now_ms: int) -> float:
     """The seconds for which it has been away; 0 when it is not."""
-    return (now_ms - since.get(name, now_ms)) / 1000
+    return (now_ms - away_since.get(name, now_ms)) / 1000

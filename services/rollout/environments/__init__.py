@@ -1,3 +1,3 @@
-"""A shard's environment processes, and the fate of trajectories when one dies. Open `pool.py`
-first.
+"""A shard's environment processes, and the fate of trajectories when one dies. Open
+`environment_pool.py` first.
 """

@@ -8,34 +8,34 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from meshrl.common.api.transfer.bulk import GROUPS
-from meshrl.common.api.weights import Group
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding.blob import pack
-from meshrl.common.base.experts import laid_out
-from meshrl.common.base.lineages import NATIVE
+from meshrl.common.base.expert_routing import concatenate_experts
+from meshrl.common.base.lineages import SINGLE_LINEAGE
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import groups as rows
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.store.weight_store import put
-from meshrl.services.rollout.rewards.scoring import beside
-from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.common.weights.store.weight_store_client import put_chunk
+from meshrl.services.rollout.rewards.scoring_client import concatenate_scores
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, TrajectoryOutcome
 
 
-def finished_group(
+def build_group(
     group: int,
     prompt: int,
     members: Sequence[Trajectory],
     roles: Sequence[str],
     expert_shape: Callable[[], Sequence[int]],
-) -> Group:
+) -> TrajectoryGroup:
     """What the trainer gets: `roles` are of the frozen models that have read the members, and
     `expert_shape` is asked for when engines have noted experts.
     """
-    endings = [t.ending or Ending("failed") for t in members]
+    endings = [t.outcome or TrajectoryOutcome("failed") for t in members]
     rewards = [np.nan if e.reward is None else e.reward for e in endings]
-    experts = laid_out((t.experts, t.length) for t in members)
-    return Group(
+    experts = concatenate_experts((t.experts, t.length) for t in members)
+    return TrajectoryGroup(
         group=group,
         prompt=prompt,
         lengths=np.array([t.length for t in members], np.int32),
@@ -44,23 +44,23 @@ def finished_group(
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.array(rewards, np.float64),
         truncated=np.array([e.reason == "length" for e in endings], np.bool_),
-        **{role: beside(members, role) for role in roles},
+        **{role: concatenate_scores(members, role) for role in roles},
         experts=experts,
         expert_shape=list(expert_shape()) if experts.size else [0, 0],
-        foreign_above=NATIVE,
+        foreign_above=SINGLE_LINEAGE,
     )
 
 
-async def hand_in(mesh: Mesh, bulk: BulkClient, job: str, message: Group) -> None:
+async def submit_group(mesh: Mesh, bulk: BulkClient, job: str, message: TrajectoryGroup) -> None:
     """The bytes into the store, then the row to `ready`."""
     content = pack(message)
-    digest = await put(mesh, bulk, content, "storing a finished group", space=GROUPS)
+    digest = await put_chunk(mesh, bulk, content, "storing a finished group", space=GROUPS)
     sampled = message.sampled_versions
     if not len(sampled):  # nothing to train, which the trainer filters
         sampled = message.versions[message.versions >= 0]
-    await patiently(
+    await retry(
         mesh.clock,
-        lambda: rows.group_ready(
+        lambda: rows.mark_group_ready(
             mesh.state,
             job,
             mesh.name,

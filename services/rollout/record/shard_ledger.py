@@ -13,102 +13,108 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.common.base.errors import Damaged, StorageFull
-from meshrl.common.base.files import damage
+from meshrl.common.base.errors import CorruptData, StorageFull
+from meshrl.common.base.files import corruption
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.records.ledger import (
     HEADER,
-    MAX_RECORD,
-    Kind,
+    MAX_RECORD_BYTES,
     Ledger,
-    Record,
-    groups_of,
-    scan,
-    segments,
+    LedgerRecord,
+    RecordKind,
+    extract_groups,
+    iter_records_with_offsets,
+    list_segments,
 )
-from meshrl.common.records.token_record import MEMBER_BITS, TokenRows, in_parts, some
+from meshrl.common.records.token_records import MEMBER_BITS, TokenRows, select_rows, split_by_size
 from meshrl.common.state import events
 from meshrl.common.state import groups as rows
-from meshrl.common.state.pool.workers.names import service
-from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.state.pool.workers.process_names import parse_service_name
+from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
 
-SYNC_S = 0.05  # what a host crash may cost (`fsync_ms`)
+SYNC_INTERVAL_S = 0.05  # what a host crash may cost (`fsync_ms`)
 FULL_RETRY_S = 0.5
-PART_BYTES = MAX_RECORD // 2  # most in a record of tokens, which grows while the disk is full
-WRITE_S = 60.0  # a disk that takes longer has failed
+MAX_PART_BYTES = (
+    MAX_RECORD_BYTES // 2
+)  # most in a record of tokens, which grows while the disk is full
+WRITE_TIMEOUT_S = 60.0  # a disk that takes longer has failed
 
-HOME = "home"  # a word of Redis' scripts: where segments lie that the head sees
+RUN_HOST = "home"  # a word of Redis' scripts: where segments lie that the head sees
 HOST_LOST = "host_lost"  # why groups are given back whose ledger another host has
-NAMED = 20  # groups that an event names
-AGAIN = 256  # records that are written down again at a time
+MAX_NAMED_GROUPS = 20  # groups that an event names
+REWRITE_BATCH = 256  # records that are written down again at a time
 
-Written = asyncio.Future[None]
-SeedOf = Callable[[int, int], int]
+WrittenFuture = asyncio.Future[None]
+ComputeSeed = Callable[[int, int], int]
 
 
 @dataclass
-class _Found:
+class _LedgerSegment:
     """A segment that a predecessor left, or that Redis names."""
 
     path: Path
-    sealed: int
-    length: int = 0  # of its whole records, with the header
+    sealed_length: int
+    readable_length: int = 0  # of its whole records, with the header
     groups: set[int] = field(default_factory=set)
-    damage: str = ""
+    corruption: str = ""
 
-    def read(self, restored: Restored, seed_of: SeedOf) -> None:
+    def replay(self, restored: RestoredGroups, compute_seed: ComputeSeed) -> None:
         """Replays its whole records, those before the damage if it is damaged."""
         try:
-            for record, end in scan(self.path, self.sealed):
-                self.length = end
-                restored.apply(record, seed_of)
-                self.groups |= groups_of(record)
-        except Damaged as error:
-            self.damage = error.message
-            restored.gap()
+            for record, end in iter_records_with_offsets(self.path, self.sealed_length):
+                self.readable_length = end
+                restored.apply_record(record, compute_seed)
+                self.groups |= extract_groups(record)
+        except CorruptData as error:
+            self.corruption = error.message
+            restored.mark_gap()
 
     @property
-    def never_begun(self) -> bool:
+    def is_unstarted(self) -> bool:
         """Whether it is on record as open and has not even a header: a crash leaves that if it
         comes before anything was to be written.
         """
         short = not self.path.exists() or self.path.stat().st_size < len(HEADER)
-        return self.sealed < 0 and short and not self.damage
+        return self.sealed_length < 0 and short and not self.corruption
 
 
-def _counted(found: Sequence[_Found], groups: set[int]) -> Iterator[Record]:
-    again = Restored()
-    for one in found:
-        for record, _ in scan(one.path, one.length) if one.length else ():
-            counted = again.counted(record)
-            again.apply(record, lambda group, member: 0)
-            if counted is None or counted.kind is Kind.CLOSE:
+def _list_surviving(
+    ledger_segments: Sequence[_LedgerSegment], groups: set[int]
+) -> Iterator[LedgerRecord]:
+    again = RestoredGroups()
+    for one in ledger_segments:
+        for record, _ in (
+            iter_records_with_offsets(one.path, one.readable_length) if one.readable_length else ()
+        ):
+            counted = again.filter_record(record)
+            again.apply_record(record, lambda group, member: 0)
+            if counted is None or counted.kind is RecordKind.CLOSE:
                 continue
-            if counted.kind is Kind.TOKENS:
+            if counted.kind is RecordKind.TOKENS:
                 rows = counted.payload
                 chosen = np.isin(rows.ids >> MEMBER_BITS, list(groups))
                 if chosen.any():
-                    yield Record(Kind.TOKENS, some(rows, chosen))
-            elif groups_of(counted) <= groups:
+                    yield LedgerRecord(RecordKind.TOKENS, select_rows(rows, chosen))
+            elif extract_groups(counted) <= groups:
                 yield counted
-        if one.damage:
-            again.gap()
+        if one.corruption:
+            again.mark_gap()
 
 
-def _then(again: set[int], cut: set[int]) -> str:
+def _describe_recovery(restarted: set[int], cut: set[int]) -> str:
     told = []
-    if again:
-        told.append(f"{_named(again)} from the prompt")
+    if restarted:
+        told.append(f"{_format_groups(restarted)} from the prompt")
     if cut:
-        told.append(f"{_named(cut)} from what was read before the damage")
+        told.append(f"{_format_groups(cut)} from what was read before the damage")
     return f"it goes on: {', '.join(told)}" if told else "no open group needs it"
 
 
-def _named(groups: set[int]) -> str:
-    first = ", ".join(map(str, sorted(groups)[:NAMED]))
-    more = f" and {len(groups) - NAMED} more" if len(groups) > NAMED else ""
+def _format_groups(groups: set[int]) -> str:
+    first = ", ".join(map(str, sorted(groups)[:MAX_NAMED_GROUPS]))
+    more = f" and {len(groups) - MAX_NAMED_GROUPS} more" if len(groups) > MAX_NAMED_GROUPS else ""
     return f"group{'s' * (len(groups) > 1)} {first}{more}"
 
 
@@ -116,15 +122,17 @@ class ShardLedger:
     """Writes records down before they count; Redis names each segment and where it is sealed."""
 
     def __init__(self, mesh: Mesh, job: JobData) -> None:
-        self._mesh, self._job, self._here = mesh, job.id, job.here
+        self._mesh, self._job, self._run_directory = mesh, job.id, job.local_run_dir
         # A name of where the segments lie, which all that see them have for it.
-        self._place = HOME if job.at_home else f"host {mesh.settings.host}"
-        self.directory = job.here / "ledger" / f"shard-{service(mesh.name)[2]}"
+        self._place = RUN_HOST if job.is_on_run_host else f"host {mesh.settings.host}"
+        self.directory = job.local_run_dir / "ledger" / f"shard-{parse_service_name(mesh.name)[2]}"
         self._ledger = Ledger(mesh.host, self.directory, f"{mesh.token:012d}")
-        self._queue: list[tuple[tuple[tuple[Kind, Any], ...], Iterable[int], Written]] = []
+        self._queue: list[
+            tuple[tuple[tuple[RecordKind, Any], ...], Iterable[int], WrittenFuture]
+        ] = []
         self._writer: asyncio.Task[None] | None = None
-        self._under_way: Written | None = None
-        self._writing = asyncio.Lock()  # held while the open segment must stay the same
+        self._write_in_progress: WrittenFuture | None = None
+        self._segment_lock = asyncio.Lock()  # held while the open segment must stay the same
         self._changed = asyncio.Event()  # there may be something to write or to sync
         self._changed.set()
 
@@ -132,7 +140,7 @@ class ShardLedger:
     def bytes_written(self) -> int:
         return self._ledger.bytes_written
 
-    async def take_over(self, seed_of: SeedOf) -> dict[int, list[Trajectory]]:
+    async def take_over(self, compute_seed: ComputeSeed) -> dict[int, list[Trajectory]]:
         """Claims the shard; what its predecessor left of the groups that are still open.
 
         A predecessor's segments are sealed at their last whole record first: what it may still
@@ -141,116 +149,131 @@ class ShardLedger:
         """
         mesh, job = self._mesh, self._job
         on_record = await rows.claim_shard(mesh.state, job, mesh.name, mesh.token)
-        before = await rows.ledger_place(mesh.state, job, mesh.name)
+        before = await rows.read_ledger_location(mesh.state, job, mesh.name)
         if before not in ("", self._place):
-            await self._begin_anew(before, on_record)
+            await self._abandon_open_groups(before, on_record)
             on_record = {}
-        await rows.note_place(mesh.state, job, mesh.name, mesh.token, self._place)
-        restored = Restored()
+        await rows.record_ledger_location(mesh.state, job, mesh.name, mesh.token, self._place)
+        restored = RestoredGroups()
         mentioned: set[int] = set()
-        found: list[_Found] = []
-        here = {path.name for path in segments(self.directory)}
+        found: list[_LedgerSegment] = []
+        here = {path.name for path in list_segments(self.directory)}
         for name in sorted(here | on_record.keys()):
-            one = _Found(self.directory / name, on_record.get(name, -1))
+            one = _LedgerSegment(self.directory / name, on_record.get(name, -1))
             found.append(one)
-            one.read(restored, seed_of)
+            one.replay(restored, compute_seed)
             mentioned |= one.groups
-        open_now = {a.group for a in await rows.open_groups(mesh.state, job, mesh.name)}
+        open_now = {a.group for a in await rows.read_open_groups(mesh.state, job, mesh.name)}
         for one in found:
-            if one.never_begun and open_now - mentioned:
-                one.damage = "it is gone, or empty"
-            if not one.damage:
-                await self._adopt(one)
-        await self._new_segment()
-        left = restored.by_group()
-        if any(one.damage for one in found):
-            await self._go_on_without(found, restored, open_now)
+            if one.is_unstarted and open_now - mentioned:
+                one.corruption = "it is gone, or empty"
+            if not one.corruption:
+                await self._adopt_segment(one)
+        await self._start_segment()
+        left = restored.list_open_groups()
+        if any(one.corruption for one in found):
+            await self._rewrite_surviving(found, restored, open_now)
         for group in left.keys() - open_now:
-            await self.log((Kind.CLOSE, [group, "ended"]))
+            await self.write_records((RecordKind.CLOSE, [group, "ended"]))
         for group in mentioned - open_now:
-            await self.forget(group)
+            await self.forget_group(group)
         return left
 
-    async def _begin_anew(self, before: str, on_record: Iterable[str]) -> None:
+    async def _abandon_open_groups(self, old_place: str, on_record: Iterable[str]) -> None:
         """Its predecessor's ledger lies on another host, and perhaps is gone with it: the groups
         that it had under way are lost, and their prompts go back.
         """
         mesh, job, token = self._mesh, self._job, self._mesh.token
-        lost = await rows.open_groups(mesh.state, job, mesh.name)
-        mesh.telemetry.log.warning("begins anew", ledger=before, groups=len(lost))
+        lost = await rows.read_open_groups(mesh.state, job, mesh.name)
+        mesh.telemetry.log.warning("begins anew", ledger=old_place, groups=len(lost))
         for a in lost:
             op = f"anew.{token}.{a.group}"
-            await rows.group_requeued(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)
+            await rows.requeue_lost_group(mesh.state, job, mesh.name, token, a.group, HOST_LOST, op)
         for name in on_record:
-            await rows.forget_segment(mesh.state, job, mesh.name, token, name)
-        for path in segments(self.directory):  # of an earlier time of the shard on this host
+            await rows.remove_segment(mesh.state, job, mesh.name, token, name)
+        for path in list_segments(self.directory):  # of an earlier time of the shard on this host
             path.unlink(missing_ok=True)
 
-    async def _adopt(self, one: _Found) -> None:
-        mesh, job, name = self._mesh, self._job, one.path.name
-        if not one.path.exists():
-            return await rows.forget_segment(mesh.state, job, mesh.name, mesh.token, name)
-        if one.sealed < 0:
-            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, one.length)
-        self._ledger.adopt(one.path, one.groups)
+    async def _adopt_segment(self, segment: _LedgerSegment) -> None:
+        mesh, job, name = self._mesh, self._job, segment.path.name
+        if not segment.path.exists():
+            return await rows.remove_segment(mesh.state, job, mesh.name, mesh.token, name)
+        if segment.sealed_length < 0:
+            await rows.record_segment(
+                mesh.state, job, mesh.name, mesh.token, name, segment.readable_length
+            )
+        self._ledger.adopt_segment(segment.path, segment.groups)
 
-    async def _go_on_without(
-        self, found: Sequence[_Found], restored: Restored, open_now: set[int]
+    async def _rewrite_surviving(
+        self,
+        ledger_segments: Sequence[_LedgerSegment],
+        restored: RestoredGroups,
+        open_now: set[int],
     ) -> None:
         """Sets damaged segments aside when all that counts of open groups is written down again,
         in the new segment: each trajectory from its beginning.
         """
-        batch: list[tuple[Kind, Any]] = []
-        for record in _counted(found, open_now):
+        batch: list[tuple[RecordKind, Any]] = []
+        for record in _list_surviving(ledger_segments, open_now):
             batch.append((record.kind, record.payload))
-            if len(batch) == AGAIN:
-                await self.log(*batch, groups=open_now)
+            if len(batch) == REWRITE_BATCH:
+                await self.write_records(*batch, groups=open_now)
                 batch = []
-        await self.log(*batch, groups=open_now)
-        await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
-        cut = {t.group for key, t in restored.trajectories.items() if key in restored.cut}
-        for one in found:
-            if one.damage:
-                then = _then(open_now - restored.by_group().keys(), cut & open_now)
-                await self._set_aside(one, then)
+        await self.write_records(*batch, groups=open_now)
+        await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_TIMEOUT_S)
+        cut = {
+            t.group for key, t in restored.trajectories.items() if key in restored.cut_trajectories
+        }
+        for one in ledger_segments:
+            if one.corruption:
+                then = _describe_recovery(
+                    open_now - restored.list_open_groups().keys(), cut & open_now
+                )
+                await self._quarantine_segment(one, then)
 
-    async def _set_aside(self, one: _Found, then: str) -> None:
-        mesh, path = self._mesh, one.path
-        aside = damage.set_aside(path, self._here) if path.exists() else None
-        told = damage.fields("ledger", path, one.damage, then, job=self._job, aside=aside)
+    async def _quarantine_segment(self, segment: _LedgerSegment, recovery: str) -> None:
+        mesh, path = self._mesh, segment.path
+        aside = corruption.quarantine(path, self._run_directory) if path.exists() else None
+        told = corruption.make_event_fields(
+            "ledger", path, segment.corruption, recovery, job=self._job, quarantined_path=aside
+        )
         mesh.telemetry.log.error("damaged", **told)
-        await patiently(mesh.clock, lambda: events.append(mesh.state, damage.EVENT, told))
-        await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
+        await retry(
+            mesh.clock, lambda: events.append(mesh.state, corruption.CORRUPTION_EVENT, told)
+        )
+        await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
 
-    async def _new_segment(self) -> None:
+    async def _start_segment(self) -> None:
         """Goes on in a new segment, on record before its first byte."""
         mesh, job = self._mesh, self._job
-        name = self._ledger.next_path.name
-        await rows.note_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
-        async with self._writing:
-            await mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
-            sealed = self._ledger.begin()
+        name = self._ledger.next_segment_path.name
+        await rows.record_segment(mesh.state, job, mesh.name, mesh.token, name, -1)
+        async with self._segment_lock:
+            await mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_TIMEOUT_S)
+            sealed = self._ledger.open_next_segment()
         if sealed is not None:
             path, length = sealed
-            await rows.note_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
+            await rows.record_segment(mesh.state, job, mesh.name, mesh.token, path.name, length)
 
-    async def forget(self, group: int) -> None:
+    async def forget_group(self, group: int) -> None:
         """The group has ended: segments that nothing needs now are deleted, and struck off."""
         mesh = self._mesh
-        for path in self._ledger.forget(group):
-            await rows.forget_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
+        for path in self._ledger.forget_group(group):
+            await rows.remove_segment(mesh.state, self._job, mesh.name, mesh.token, path.name)
             path.unlink(missing_ok=True)  # after that: one that is on record and gone is damage
 
-    def defer(self, kind: Kind, payload: Any, group: int) -> None:
+    def defer_record(self, kind: RecordKind, payload: Any, group: int) -> None:
         self._ledger.defer(kind, payload, group)
         self._changed.set()
 
-    async def log(self, *records: tuple[Kind, Any], groups: Iterable[int] = ()) -> None:
+    async def write_records(
+        self, *records: tuple[RecordKind, Any], groups: Iterable[int] = ()
+    ) -> None:
         """Writes records down; a full disk makes the trajectory wait, and loses nothing.
 
         What is logged while a write is under way goes with the next one.
         """
-        done: Written = asyncio.get_running_loop().create_future()
+        done: WrittenFuture = asyncio.get_running_loop().create_future()
         self._queue.append((records, groups, done))
         if records:
             self._changed.set()
@@ -264,8 +287,8 @@ class ShardLedger:
                 queue, self._queue = self._queue, []
                 records = [record for logged, _, _ in queue for record in logged]
                 groups = {group for _, told, _ in queue for group in told}
-                async with self._writing:
-                    await self._write(self._ledger.block(records, groups))
+                async with self._segment_lock:
+                    await self._write(self._ledger.encode_block(records, groups))
                 for _, _, done in queue:
                     if not done.done():
                         done.set_result(None)
@@ -289,14 +312,16 @@ class ShardLedger:
                     return await self._write_once(block)
 
     async def _write_once(self, block: bytes) -> None:
-        write = self._mesh.host.run_blocking(self._ledger.write, block, deadline_s=WRITE_S)
-        self._under_way = asyncio.ensure_future(write)
-        await asyncio.shield(self._under_way)
+        write = self._mesh.host.run_blocking(
+            self._ledger.write_block, block, deadline_s=WRITE_TIMEOUT_S
+        )
+        self._write_in_progress = asyncio.ensure_future(write)
+        await asyncio.shield(self._write_in_progress)
 
-    async def tokens(self, new: TokenRows) -> None:
+    async def write_tokens(self, new: TokenRows) -> None:
         groups = np.unique(new.ids >> MEMBER_BITS).tolist()
-        parts = ((Kind.TOKENS, part) for part in in_parts(new, PART_BYTES))
-        await self.log(*parts, groups=groups)
+        parts = ((RecordKind.TOKENS, part) for part in split_by_size(new, MAX_PART_BYTES))
+        await self.write_records(*parts, groups=groups)
 
     async def sync_forever(self) -> None:
         """Brings what was written to the disk, and goes on in a new segment when one is full. It
@@ -305,19 +330,19 @@ class ShardLedger:
         synced = -1
         while True:
             await self._changed.wait()
-            await self._mesh.clock.sleep(SYNC_S)
+            await self._mesh.clock.sleep(SYNC_INTERVAL_S)
             self._changed.clear()
-            await self.log()  # after all that was logged, and with what was deferred
+            await self.write_records()  # after all that was logged, and with what was deferred
             if synced != self._ledger.bytes_written:
                 synced = self._ledger.bytes_written
-                await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_S)
-            if self._ledger.full:
-                await patiently(self._mesh.clock, self._new_segment)
+                await self._mesh.host.run_blocking(self._ledger.sync, deadline_s=WRITE_TIMEOUT_S)
+            if self._ledger.is_segment_full:
+                await retry(self._mesh.clock, self._start_segment)
 
     async def close(self) -> None:
         """Ends with the write that is under way."""
         if self._writer is not None:
             self._writer.cancel()
-        if self._under_way is not None:
-            await asyncio.wait([self._under_way])
+        if self._write_in_progress is not None:
+            await asyncio.wait([self._write_in_progress])
         self._ledger.close()

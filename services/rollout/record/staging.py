@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.common.base.errors import Overloaded
-from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN
-from meshrl.common.records.token_record import TokenRows, some
+from meshrl.common.base.expert_routing import NO_EXPERTS, UNKNOWN_EXPERT
+from meshrl.common.records.token_records import TokenRows, select_rows
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
 ROW_BITS = 20  # low bits of a request's number: its row; above them, earlier uses of the row
 ROW_TOKENS = 128  # a row is moved once in so many tokens
-FIRST_ROWS = 64
-NOBODY = -1  # request of a row that is free
+INITIAL_ROWS = 64
+NO_REQUEST = -1  # request of a row that is free
 _ROW = (1 << ROW_BITS) - 1
 
 
@@ -32,57 +32,57 @@ class OpenRequest:
     id: int
     trajectory: Trajectory
     done: asyncio.Future[int]  # its finish code, once every token of it is written down
-    length: int  # the trajectory's length when it was made
+    start_length: int  # the trajectory's length when it was made
     row: int
     staging: Staging
 
     @property
-    def over(self) -> bool:
+    def is_closed(self) -> bool:
         """Nothing more is taken in for it."""
-        return not self.staging.has(self)
+        return not self.staging.is_open(self)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """It has brought no token yet."""
-        return self.trajectory.length == self.length
+        return self.trajectory.length == self.start_length
 
     @property
-    def staged(self) -> int:
-        return self.staging.used(self.row)
+    def staged_tokens(self) -> int:
+        return self.staging.count_staged(self.row)
 
-    def settle(self) -> None:
-        self.staging.settle(self.row)
+    def unstage(self) -> None:
+        self.staging.unstage(self.row)
 
 
 class Staging:
     """Rows of requests that are out. A request's number is used once."""
 
     def __init__(self) -> None:
-        self._request = np.full(0, NOBODY, np.int64)
-        self._trajectory = np.zeros(0, np.int64)
+        self._request_ids = np.full(0, NO_REQUEST, np.int64)
+        self._trajectory_ids = np.zeros(0, np.int64)
         self._recorded = np.zeros(0, bool)
-        self._used = np.zeros(0, np.int64)
+        self._used_tokens = np.zeros(0, np.int64)
         self._tokens = np.zeros(0, np.int32)  # rows one after the other
         self._logprobs = np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
         self._experts = NO_EXPERTS  # as long as the others once there are some
-        self._of: list[OpenRequest | None] = []
-        self._free: list[int] = []
-        self._opened = 0
+        self._requests: list[OpenRequest | None] = []
+        self._free_rows: list[int] = []
+        self._opened_count = 0
         self._grow()
 
     def open(self, trajectory: Trajectory, done: asyncio.Future[int]) -> OpenRequest:
         """A new request, whose tokens go to `trajectory`, which has no other one out."""
-        if not self._free:
+        if not self._free_rows:
             self._grow()
-        row = self._free.pop()
-        self._opened += 1
-        number = self._opened << ROW_BITS | row
+        row = self._free_rows.pop()
+        self._opened_count += 1
+        number = self._opened_count << ROW_BITS | row
         request = OpenRequest(number, trajectory, done, trajectory.length, row, self)
-        self._request[row], self._trajectory[row] = number, trajectory.id
-        self._recorded[row], self._used[row] = trajectory.recorded, 0
-        self._of[row] = request
-        trajectory.stage(request)
+        self._request_ids[row], self._trajectory_ids[row] = number, trajectory.id
+        self._recorded[row], self._used_tokens[row] = trajectory.is_recorded, 0
+        self._requests[row] = request
+        trajectory.set_staged_row(request)
         return request
 
     def close(self, number: int) -> OpenRequest | None:
@@ -90,40 +90,40 @@ class Staging:
         None if it was over already.
         """
         row = number & _ROW
-        if row >= len(self._of) or self._request[row] != number:
+        if row >= len(self._requests) or self._request_ids[row] != number:
             return None
-        request = self._of[row]
+        request = self._requests[row]
         assert request is not None
-        request.trajectory.stage(None)
-        self._of[row] = None
-        self._request[row] = NOBODY
-        self._free.append(row)
+        request.trajectory.set_staged_row(None)
+        self._requests[row] = None
+        self._request_ids[row] = NO_REQUEST
+        self._free_rows.append(row)
         return request
 
-    def has(self, request: OpenRequest) -> bool:
-        return self._of[request.row] is request
+    def is_open(self, request: OpenRequest) -> bool:
+        return self._requests[request.row] is request
 
     @property
-    def out(self) -> int:
-        return len(self._of) - len(self._free)
+    def open_count(self) -> int:
+        return len(self._requests) - len(self._free_rows)
 
     def _grow(self) -> None:
-        rows = len(self._of)
-        more = max(FIRST_ROWS, rows)
+        rows = len(self._requests)
+        more = max(INITIAL_ROWS, rows)
         if rows + more > _ROW:
             raise Overloaded(f"{rows} requests are out", where="rollout shard")
-        self._request = np.append(self._request, np.full(more, NOBODY, np.int64))
-        self._trajectory = np.append(self._trajectory, np.zeros(more, np.int64))
+        self._request_ids = np.append(self._request_ids, np.full(more, NO_REQUEST, np.int64))
+        self._trajectory_ids = np.append(self._trajectory_ids, np.zeros(more, np.int64))
         self._recorded = np.append(self._recorded, np.zeros(more, bool))
-        self._used = np.append(self._used, np.zeros(more, np.int64))
+        self._used_tokens = np.append(self._used_tokens, np.zeros(more, np.int64))
         tokens = np.zeros(more * ROW_TOKENS, np.int32)
         self._tokens = np.append(self._tokens, tokens)
         self._logprobs = np.append(self._logprobs, tokens.astype(np.float32))
         self._versions = np.append(self._versions, tokens)
         if self._experts.shape[1]:
             self._widen(self._experts.shape[1])
-        self._of += [None] * more
-        self._free += range(rows + more - 1, rows - 1, -1)
+        self._requests += [None] * more
+        self._free_rows += range(rows + more - 1, rows - 1, -1)
 
     def _widen(self, width: int) -> None:
         """Room for so many experts of each token; what is written by none is read by none."""
@@ -131,21 +131,21 @@ class Staging:
         if before.shape[1]:
             self._experts[: len(before)] = before
         else:
-            self._experts[:] = UNKNOWN
+            self._experts[:] = UNKNOWN_EXPERT
 
-    def rows_of(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
+    def find_rows(self, requests: NDArray[np.int64]) -> NDArray[np.int64]:
         """The row of each request; NOBODY where it is over."""
         rows = requests & _ROW
-        known = self._request[np.minimum(rows, len(self._of) - 1)] == requests
-        return rows if known.all() else np.where(known, rows, NOBODY)
+        known = self._request_ids[np.minimum(rows, len(self._requests) - 1)] == requests
+        return rows if known.all() else np.where(known, rows, NO_REQUEST)
 
-    def trajectories(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._trajectory[rows]
+    def get_trajectory_ids(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._trajectory_ids[rows]
 
-    def recorded(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def get_recorded(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._recorded[rows]
 
-    def add(self, rows: NDArray[np.int64], new: TokenRows) -> None:
+    def add_tokens(self, rows: NDArray[np.int64], new: TokenRows) -> None:
         """Takes `new` (row i of it belongs to `rows[i]`; a row that comes twice is taken in
         order)."""
         while len(rows):
@@ -154,24 +154,24 @@ class Staging:
             place[rows[::-1]] = mark[::-1]  # where rows repeat, the first counts
             first = place[rows] == mark
             if first.all():
-                return self._add(rows, new)
-            self._add(rows[first], some(new, first))
-            rows, new = rows[~first], some(new, ~first)
+                return self._add_distinct(rows, new)
+            self._add_distinct(rows[first], select_rows(new, first))
+            rows, new = rows[~first], select_rows(new, ~first)
 
-    def _add(self, rows: NDArray[np.int64], new: TokenRows) -> None:
-        for row in rows[self._used[rows] + new.counts > ROW_TOKENS].tolist():
-            self.settle(row)
+    def _add_distinct(self, rows: NDArray[np.int64], new: TokenRows) -> None:
+        for row in rows[self._used_tokens[rows] + new.counts > ROW_TOKENS].tolist():
+            self.unstage(row)
         large = new.counts > ROW_TOKENS
         if large.any():
             ends = np.cumsum(new.counts)
             for i in np.flatnonzero(large).tolist():
                 part = slice(int(ends[i] - new.counts[i]), int(ends[i]))
-                request = self._of[int(rows[i])]
+                request = self._requests[int(rows[i])]
                 assert request is not None
-                request.trajectory.sampled(*new.columns(part))
-            rows, new = rows[~large], some(new, ~large)
+                request.trajectory.append_sampled(*new.slice_token_columns(part))
+            rows, new = rows[~large], select_rows(new, ~large)
         counts = new.counts
-        used = self._used[rows]
+        used = self._used_tokens[rows]
         start = rows * ROW_TOKENS + used - (np.cumsum(counts) - counts)
         at = np.repeat(start, counts) + np.arange(len(new.tokens))
         self._tokens[at] = new.tokens
@@ -181,20 +181,20 @@ class Staging:
         if width and not self._experts.shape[1]:
             self._widen(width)
         if self._experts.shape[1]:
-            self._experts[at] = new.experts if width else UNKNOWN
-        self._used[rows] = used + counts
+            self._experts[at] = new.experts if width else UNKNOWN_EXPERT
+        self._used_tokens[rows] = used + counts
 
     # -- what a trajectory's buffer asks -----------------------------------------------------------
 
-    def used(self, row: int) -> int:
-        return int(self._used[row])
+    def count_staged(self, row: int) -> int:
+        return int(self._used_tokens[row])
 
-    def settle(self, row: int) -> None:
-        used = int(self._used[row])
-        request = self._of[row]
+    def unstage(self, row: int) -> None:
+        used = int(self._used_tokens[row])
+        request = self._requests[row]
         if not used or request is None:
             return
         part = slice(row * ROW_TOKENS, row * ROW_TOKENS + used)
-        self._used[row] = 0
+        self._used_tokens[row] = 0
         columns = self._tokens[part], self._logprobs[part], self._versions[part]
-        request.trajectory.sampled(*columns, self._experts[part])
+        request.trajectory.append_sampled(*columns, self._experts[part])

@@ -10,21 +10,21 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from meshrl.common.base.errors import ToolFailed
-from meshrl.common.grading.answers import answer_of
+from meshrl.common.grading.answers import extract_answer
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JudgeConfig
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.model.chat.chat import ANYWHERE
-from meshrl.services.rollout.rewards.scoring import Scorer
+from meshrl.common.model.chat.chat_format import SPECIAL_TOKENS_ANYWHERE
+from meshrl.services.rollout.rewards.scoring_client import ScoringClient
 
 if TYPE_CHECKING:
     import aiohttp
 
 FIRST_RETRY_S = 1.0
-LONGEST_RETRY_S = 60.0
-AGAIN = {408, 409, 425, 429}  # statuses, beside 5xx, that pass
-ANSWER_BYTES = 1 << 20  # most that a server may answer
-SAID = 200  # characters of an answer that an error shows
+MAX_RETRY_S = 60.0
+RETRY_STATUSES = {408, 409, 425, 429}  # statuses, beside 5xx, that pass
+MAX_ANSWER_BYTES = 1 << 20  # most that a server may answer
+MAX_SHOWN_CHARS = 200  # characters of an answer that an error shows
 _FIELD = re.compile(r"\{(\w+)\}")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
@@ -36,7 +36,7 @@ class JudgeFailed(ToolFailed):
 
 
 class RewardJudge(Protocol):
-    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+    async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """Return the reward of a trajectory: 0, unasked, if the model gave no answer. ToolFailed,
         never a number, when the judge gives no verdict.
         """
@@ -44,30 +44,30 @@ class RewardJudge(Protocol):
     async def close(self) -> None: ...
 
 
-def judge_of(mesh: Mesh, job: JobData, scorer: Scorer) -> RewardJudge | None:
+def create_judge(mesh: Mesh, job: JobData, scoring_client: ScoringClient) -> RewardJudge | None:
     """The judge that the job asks for, if it does."""
     config = job.config.reward.judge
     if not config.use:
         return None
     prompt = job.config.dataset.prompt
     if config.use == "model":
-        anywhere = job.config.environment.special_tokens == ANYWHERE
-        return ModelJudge(config, prompt, scorer, anywhere=anywhere)
+        anywhere = job.config.environment.special_tokens == SPECIAL_TOKENS_ANYWHERE
+        return ModelJudge(config, prompt, scoring_client, special_tokens_anywhere=anywhere)
     return ServerJudge(mesh, config, prompt)
 
 
-def question(
+def render_question(
     template: str, prompt: str, row: dict[str, Any], turns: list[dict[str, Any]]
 ) -> list[str] | None:
     """Return the template with {prompt}, {answer} and keys of the row, other braces as they are:
     parts of the template and values in turns, the template's first. None if the model gave no
     answer.
     """
-    answer = answer_of(turns, {})
+    answer = extract_answer(turns, {})
     if answer is None:
         return None
-    values = {key: _plain(value) for key, value in row.items()}
-    values |= {"prompt": _plain(row.get(prompt, "")), "answer": answer}
+    values = {key: _to_text(value) for key, value in row.items()}
+    values |= {"prompt": _to_text(row.get(prompt, "")), "answer": answer}
     parts = [""]
     for place, piece in enumerate(_FIELD.split(template)):
         if place % 2 == 0:
@@ -79,13 +79,13 @@ def question(
     return parts
 
 
-def _plain(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(m, dict) and "role" in m for m in value):
         return "\n".join(f"{m['role']}: {m.get('content', '')}" for m in value)
     return str(value)
 
 
-def parsed(text: str, yes: str, no: str) -> float:
+def parse_verdict(text: str, yes: str, no: str) -> float:
     """1 for yes, 0 for no, or the number that the last line is; JudgeFailed for anything else."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
@@ -95,7 +95,7 @@ def parsed(text: str, yes: str, no: str) -> float:
     if _NUMBER.fullmatch(verdict) and math.isfinite(number := float(verdict)):
         return number
     raise JudgeFailed(
-        f"the judge's last line is neither {yes}, {no} nor a number: {last[:SAID]!r}",
+        f"the judge's last line is neither {yes}, {no} nor a number: {last[:MAX_SHOWN_CHARS]!r}",
         fix="let the template ask for a verdict on a line of its own",
     )
 
@@ -105,26 +105,35 @@ class ModelJudge:
     unless the job wants them anywhere.
     """
 
-    def __init__(self, config: JudgeConfig, prompt: str, scorer: Scorer, *, anywhere: bool) -> None:
-        self._config, self._prompt, self._scorer = config, prompt, scorer
-        self._anywhere = anywhere
+    def __init__(
+        self,
+        config: JudgeConfig,
+        prompt: str,
+        scoring_client: ScoringClient,
+        *,
+        special_tokens_anywhere: bool,
+    ) -> None:
+        self._config, self._prompt, self._scoring_client = config, prompt, scoring_client
+        self._special_tokens_anywhere = special_tokens_anywhere
 
-    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
-        asked = question(self._config.template, self._prompt, row, turns)
+    async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+        asked = render_question(self._config.template, self._prompt, row, turns)
         if asked is None:
             return 0.0
-        return await self._scorer.verdict(["".join(asked)] if self._anywhere else asked)
+        return await self._scoring_client.judge_text(
+            ["".join(asked)] if self._special_tokens_anywhere else asked
+        )
 
     async def close(self) -> None:
         return None
 
 
-class _Again(Exception):
+class _RetryableError(Exception):
     """The server may answer later; after `pause_s` if it said so."""
 
-    def __init__(self, why: str, pause_s: float = 0.0) -> None:
-        super().__init__(why)
-        self.pause_s = pause_s
+    def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
 class ServerJudge:
@@ -133,12 +142,12 @@ class ServerJudge:
     def __init__(self, mesh: Mesh, config: JudgeConfig, prompt: str) -> None:
         self._mesh, self._config, self._prompt = mesh, config, prompt
         self._url = config.use.rstrip("/") + "/chat/completions"
-        self._room = asyncio.Semaphore(config.in_flight)
+        self._request_slots = asyncio.Semaphore(config.in_flight)
         self._session: aiohttp.ClientSession | None = None
 
-    async def verdict(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
+    async def judge_trajectory(self, row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         """Waiting for room among the requests under way is not the server's time."""
-        asked = question(self._config.template, self._prompt, row, turns)
+        asked = render_question(self._config.template, self._prompt, row, turns)
         if asked is None:
             return 0.0
         clock = self._mesh.job_clock
@@ -147,28 +156,28 @@ class ServerJudge:
             while True:
                 queued_at = clock.monotonic()
                 try:
-                    async with self._room:
+                    async with self._request_slots:
                         until += clock.monotonic() - queued_at
-                        said = await self._ask("".join(asked))
-                    return parsed(said, self._config.yes, self._config.no)
-                except _Again as error:
-                    wait_s = max(error.pause_s, pause_s * (0.5 + self._mesh.random.random()))
+                        said = await self._request_verdict("".join(asked))
+                    return parse_verdict(said, self._config.yes, self._config.no)
+                except _RetryableError as error:
+                    wait_s = max(error.retry_after_s, pause_s * (0.5 + self._mesh.random.random()))
                     if clock.monotonic() + wait_s >= until:
                         raise JudgeFailed(
                             f"no verdict in {self._config.patience_s:g} s; at last: {error}",
                             where=self._config.use,
                         ) from error
                 await clock.sleep(wait_s)
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    async def _ask(self, asked: str) -> str:
+    async def _request_verdict(self, question: str) -> str:
         import aiohttp  # only where a server judges: it is slow to import
 
         if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers())
+            self._session = aiohttp.ClientSession(headers=self._build_headers())
         body = {
             "model": self._config.model,
-            "messages": [{"role": "user", "content": asked}],
+            "messages": [{"role": "user", "content": question}],
             "temperature": 0,
             "max_tokens": self._config.max_tokens,
         }
@@ -177,41 +186,49 @@ class ServerJudge:
                 asyncio.timeout(self._config.deadline_s),
                 self._session.post(self._url, json=body) as answer,
             ):
-                content = await self._read(answer)
+                content = await self._read_answer(answer)
                 status, pause = answer.status, answer.headers.get("Retry-After", "")
         except TimeoutError as error:
-            raise _Again(f"no answer in {self._config.deadline_s:g} s") from error
+            raise _RetryableError(f"no answer in {self._config.deadline_s:g} s") from error
         except aiohttp.ClientError as error:
-            raise _Again(f"{type(error).__name__}: {error}") from error
+            raise _RetryableError(f"{type(error).__name__}: {error}") from error
         text = content.decode(errors="replace")
-        if status in AGAIN or status >= 500:
-            raise _Again(f"status {status}: {text[:SAID]}", float(pause) if pause.isdigit() else 0)
+        if status in RETRY_STATUSES or status >= 500:
+            raise _RetryableError(
+                f"status {status}: {text[:MAX_SHOWN_CHARS]}", float(pause) if pause.isdigit() else 0
+            )
         if status != 200:
-            raise JudgeFailed(f"status {status}: {text[:SAID]}", where=self._config.use)
+            raise JudgeFailed(f"status {status}: {text[:MAX_SHOWN_CHARS]}", where=self._config.use)
         try:
             choice = json.loads(text)["choices"][0]
             message = choice["message"]
             said = message.get("content")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise JudgeFailed(f"the judge's answer is no completion: {text[:SAID]}") from error
+            raise JudgeFailed(
+                f"the judge's answer is no completion: {text[:MAX_SHOWN_CHARS]}"
+            ) from error
         if choice.get("finish_reason") == "length":
             raise JudgeFailed(
                 "the judge's answer was cut", where=self._config.use, fix="raise its max_tokens"
             )
         if message.get("refusal") or not isinstance(said, str) or not said.strip():
             why = message.get("refusal") or text
-            raise JudgeFailed(f"the judge refused: {str(why)[:SAID]}", where=self._config.use)
+            raise JudgeFailed(
+                f"the judge refused: {str(why)[:MAX_SHOWN_CHARS]}", where=self._config.use
+            )
         return said
 
-    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+    async def _read_answer(self, answer: aiohttp.ClientResponse) -> bytes:
         content = bytearray()
         async for part in answer.content.iter_any():
             content += part
-            if len(content) > ANSWER_BYTES:
-                raise JudgeFailed(f"an answer of over {ANSWER_BYTES} bytes", where=self._config.use)
+            if len(content) > MAX_ANSWER_BYTES:
+                raise JudgeFailed(
+                    f"an answer of over {MAX_ANSWER_BYTES} bytes", where=self._config.use
+                )
         return bytes(content)
 
-    def _headers(self) -> dict[str, str]:
+    def _build_headers(self) -> dict[str, str]:
         name = self._config.key
         if not name:
             return {}

@@ -12,46 +12,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from meshrl.services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.queue_policy import LengthBucket
 
-LEAST_PAST = 16  # trajectories whose lengths say something
-LEAST_TOKENS = 512  # of an engine, before its rate is believed
+MIN_PAST = 16  # trajectories whose lengths say something
+MIN_TOKENS = 512  # of an engine, before its rate is believed
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
     """What an engine tells of itself, of its life so far."""
 
-    degree: int
+    tensor_parallel_size: int
     tokens: int = 0  # generated
     busy_s: float = 0.0  # in which it computed them
 
 
-def buckets_of(
-    engines: Sequence[MeasuredEngine], past: Sequence[int], longest: int, batch: int
+def build_buckets(
+    engines: Sequence[MeasuredEngine], past_lengths: Sequence[int], max_length: int, batch_size: int
 ) -> list[LengthBucket]:
     """The buckets for these engines, one for each degree that they have, by the lengths of `past`
     trajectories in tokens. The last takes lengths up to `longest`; engines decode `batch` requests
     together.
     """
-    degrees = sorted({engine.degree for engine in engines})
-    rates = _rates(engines, degrees)
+    degrees = sorted({engine.tensor_parallel_size for engine in engines})
+    rates = _measure_rates(engines, degrees)
     whole = sum(rates.values())
     bounds: list[int] = []
     share = Fraction()
     for number, degree in enumerate(degrees):
         share += rates[degree] / whole
         last = number == len(degrees) - 1
-        bound = longest if last else _quantile(past, share, longest)
+        bound = max_length if last else _find_length_quantile(past_lengths, share, max_length)
         bounds.append(max(bound, bounds[-1] + 1 if bounds else 1))
-    counts = {d: sum(engine.degree == d for engine in engines) for d in degrees}
+    counts = {d: sum(engine.tensor_parallel_size == d for engine in engines) for d in degrees}
     return [
-        LengthBucket(bound, batch, float(counts[degree]))
+        LengthBucket(bound, batch_size, float(counts[degree]))
         for bound, degree in zip(bounds, degrees, strict=True)
     ]
 
 
-def _rates(engines: Sequence[MeasuredEngine], degrees: Sequence[int]) -> Mapping[int, Fraction]:
+def _measure_rates(
+    engines: Sequence[MeasuredEngine], degrees: Sequence[int]
+) -> Mapping[int, Fraction]:
     """Return the measured tokens per second of all engines of each degree.
 
     Where a degree has not been measured, all count by their workers. Rates are fractions: the
@@ -59,22 +61,27 @@ def _rates(engines: Sequence[MeasuredEngine], degrees: Sequence[int]) -> Mapping
     """
     found: dict[int, Fraction] = {}
     for degree in degrees:
-        there = [engine for engine in engines if engine.degree == degree]
+        there = [engine for engine in engines if engine.tensor_parallel_size == degree]
         tokens = sum(e.tokens for e in there)
         busy_s = sum((Fraction(e.busy_s) for e in there), Fraction())
-        if tokens < LEAST_TOKENS or busy_s <= 0:
-            return {d: Fraction(sum(e.degree for e in engines if e.degree == d)) for d in degrees}
+        if tokens < MIN_TOKENS or busy_s <= 0:
+            return {
+                d: Fraction(
+                    sum(e.tensor_parallel_size for e in engines if e.tensor_parallel_size == d)
+                )
+                for d in degrees
+            }
         found[degree] = len(there) * tokens / busy_s
     return found
 
 
-def _quantile(past: Sequence[int], share: Fraction, longest: int) -> int:
+def _find_length_quantile(past_lengths: Sequence[int], share: Fraction, max_length: int) -> int:
     """The length up to which trajectories have that share of all tokens; the same share of the
     longest length while too few are known.
     """
-    if len(past) < LEAST_PAST:
-        return max(1, int(share * longest))
-    lengths = sorted(past)
+    if len(past_lengths) < MIN_PAST:
+        return max(1, int(share * max_length))
+    lengths = sorted(past_lengths)
     whole, so_far = sum(lengths), 0
     for length in lengths:
         so_far += length

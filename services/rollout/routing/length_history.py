@@ -13,12 +13,12 @@ from pathlib import Path
 
 from meshrl.common.base.errors import StorageFull
 from meshrl.common.base.files.append_file import AppendFile
-from meshrl.common.base.files.damage import set_aside
-from meshrl.common.base.files.lines import line, row_of
+from meshrl.common.base.files.corruption import quarantine
+from meshrl.common.base.files.json_lines import decode_row, encode_row
 from meshrl.common.mesh.process.host import Host
-from meshrl.services.rollout.routing.lengths import HISTORY, Past
+from meshrl.services.rollout.routing.length_trees import HISTORY, PastTrajectory
 
-NAME = "lengths.jsonl"
+FILE_NAME = "lengths.jsonl"
 
 
 class LengthHistory:
@@ -28,24 +28,28 @@ class LengthHistory:
         self, host: Host, directory: Path, limit: int = HISTORY, root: Path | None = None
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._host, self.path, self._limit = host, directory / NAME, limit
-        found, self.damage = _read(self.path)  # what is wrong with what was there; empty: nothing
-        self.aside = set_aside(self.path, root or directory) if self.damage else None
+        self._host, self.path, self._limit = host, directory / FILE_NAME, limit
+        found, self.corruption = _read_lines(
+            self.path
+        )  # what is wrong with what was there; empty: nothing
+        self.quarantined_path = (
+            quarantine(self.path, root or directory) if self.corruption else None
+        )
         self._latest = deque(found, maxlen=limit)
         self._file: AppendFile | None = None
         self._lines = 0
         self._rewrite()
 
     @property
-    def latest(self) -> list[Past]:
+    def latest(self) -> list[PastTrajectory]:
         return list(self._latest)
 
-    def append(self, past: Past) -> None:
+    def append(self, past: PastTrajectory) -> None:
         self._latest.append(past)
         if self._file is None:
             return
         with suppress(StorageFull):
-            self._file.write(_line(past))
+            self._file.write(_encode_line(past))
             self._lines += 1
         if self._lines >= 2 * self._limit:
             self._rewrite()
@@ -53,7 +57,7 @@ class LengthHistory:
     def _rewrite(self) -> None:
         """Leaves what is too old behind; on a full disk the file stays as it is."""
         with suppress(OSError, StorageFull):
-            self._host.replace_file(self.path, b"".join(map(_line, self._latest)))
+            self._host.replace_file(self.path, b"".join(map(_encode_line, self._latest)))
             self._lines = len(self._latest)
         with suppress(StorageFull):
             opened = self._host.open_append(self.path)
@@ -65,22 +69,22 @@ class LengthHistory:
             self._file.close()
 
 
-def _line(past: Past, number: int = 0) -> bytes:
-    returns = [[*state, sampled] for state, sampled in past.returns]
-    return line({"past": [past.prompt, returns, past.sampled]}, number)
+def _encode_line(past: PastTrajectory, number: int = 0) -> bytes:
+    returns = [[*state, sampled] for state, sampled in past.tool_returns]
+    return encode_row({"past": [past.prompt, returns, past.sampled_tokens]}, number)
 
 
-def _read(path: Path) -> tuple[list[Past], str]:
+def _read_lines(path: Path) -> tuple[list[PastTrajectory], str]:
     """All whole lines, and whether others are damaged."""
     found = []
     content = path.read_bytes() if path.exists() else b""
-    rows = [row_of(text) for text in content.split(b"\n")[:-1]]
+    rows = [decode_row(text) for text in content.split(b"\n")[:-1]]
     for row in rows:
         try:
             prompt, returns, sampled = (row or {})["past"]
             states = [((tool, size, status), n) for tool, size, status, n in returns]
         except (KeyError, TypeError, ValueError):  # whole, but of another shape: another version's
             continue
-        found.append(Past(prompt, tuple(states), sampled))
+        found.append(PastTrajectory(prompt, tuple(states), sampled))
     gone = len(rows) - len(found)
     return found, f"{gone} of {len(rows)} lines are damaged" if gone else ""

@@ -1,7 +1,7 @@
 """The router: sends each turn to an engine, and on to another when that goes or another is better.
 
-What goes where is decided in `queues.py` (a request's engine), `cmlfq.py` (its bucket of engines)
-and `balance.py` (what changes engine while it waits or runs).
+What goes where is decided in `queue_policy.py` (a request's engine), `cmlfq.py` (its bucket of
+engines) and `load_balancer.py` (what changes engine while it waits or runs).
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 
-from meshrl.common.api.engine import Sampling
+from meshrl.common.api.engine import SamplingParams
 from meshrl.common.api.stats import RoutingStats
 from meshrl.common.base.errors import MeshError
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.rollout.record.group_commit import GroupCommit
-from meshrl.services.rollout.routing import balance
-from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.services.rollout.routing import load_balancer
+from meshrl.services.rollout.routing.assignment import Assignment
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
 from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine
-from meshrl.services.rollout.routing.engine_link import NO_VERSION, EngineLink, SeenEngine
-from meshrl.services.rollout.routing.lengths import LengthTrees
-from meshrl.services.rollout.routing.queues import (
+from meshrl.services.rollout.routing.engine_link import NO_VERSION, EngineLink, EngineSnapshot
+from meshrl.services.rollout.routing.length_trees import LengthTrees
+from meshrl.services.rollout.routing.queue_policy import (
     EngineLoad,
     LengthBucket,
     QueuedRequest,
-    assign,
-    next_up,
-    place,
-    served,
+    assign_buckets,
+    choose_next,
+    find_nearest_bucket,
+    place_request,
 )
-from meshrl.services.rollout.routing.stay import Stay
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-PLACE_S = 24 * 3600.0  # a trajectory may wait so long for an engine: spot capacity can be away
+PLACE_TIMEOUT_S = (
+    24 * 3600.0
+)  # a trajectory may wait so long for an engine: spot capacity can be away
 LOOK_AHEAD = 64  # requests that may overtake the queue's head when an engine holds their cache
-BALANCE_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
+BALANCE_INTERVAL_S = 1.0  # between two looks at what could move (RLBoost's manager polls as often)
 
 
 class Router:
@@ -50,104 +52,120 @@ class Router:
     def __init__(
         self,
         mesh: Mesh,
-        sink: GroupCommit,
-        sampling: Sampling,
-        seats: int,
-        scheduler: Scheduler | None = None,
+        group_commit: GroupCommit,
+        sampling: SamplingParams,
+        slots: int,
+        scheduler: BucketScheduler | None = None,
     ) -> None:
-        self._mesh, self._sink, self._sampling, self._seats = mesh, sink, sampling, seats
+        self._mesh, self._group_commit, self._sampling, self._slots = (
+            mesh,
+            group_commit,
+            sampling,
+            slots,
+        )
         self.clock = mesh.job_clock
-        self.spent = Occupancy(self.clock.monotonic)
-        self.stop = frozenset(sampling.stop)
-        self.scheduler = scheduler or Scheduler([LengthBucket(1 << 30, seats)], 1, LengthTrees())
+        self.occupancy = Occupancy(self.clock.monotonic)
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        self.scheduler = scheduler or BucketScheduler(
+            [LengthBucket(1 << 30, slots)], 1, LengthTrees()
+        )
         self.links: dict[str, EngineLink] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._lineage = 0  # the job's current lineage
-        self.stays: dict[int, Stay] = {}  # by trajectory
-        self._queue: list[Stay] = []  # in the order of their turn
-        self._lack = ExitStack()  # holds the wait that is published while no engine may serve them
+        self.assignments: dict[int, Assignment] = {}  # by trajectory
+        self._queue: list[Assignment] = []  # in the order of their turn
+        self._missing_engine_wait = (
+            ExitStack()
+        )  # holds the wait that is published while no engine may serve them
         self._arrivals = 0
-        self._balanced_at = self.clock.monotonic()
-        self.caches: Counter[str] = Counter()  # what became of them: move, recompute
-        self.continued = 0  # trajectories that went on elsewhere after their engine failed
-        self.moved = 0  # moves made because another engine was better
+        self._balanced_at_s = self.clock.monotonic()
+        self.cache_actions: Counter[str] = Counter()  # what became of them: move, recompute
+        self.continued_trajectories = (
+            0  # trajectories that went on elsewhere after their engine failed
+        )
+        self.rebalanced_trajectories = 0  # moves made because another engine was better
 
     @property
     def capacity(self) -> int:
         """Trajectories that all engines together may hold."""
-        return self._seats * len(self.links)
+        return self._slots * len(self.links)
 
     @property
-    def idle(self) -> int:
+    def free_requests(self) -> int:
         """Requests that all engines together could take now, beyond those that wait."""
-        room = sum(max(0, link.bound - len(link.out)) for link in self.links.values())
+        room = sum(
+            max(0, link.max_requests - len(link.running_assignments))
+            for link in self.links.values()
+        )
         return room - len(self._queue)
 
     @property
-    def waiting(self) -> int:
+    def queue_length(self) -> int:
         return len(self._queue)
 
-    def observe(self, alive: Mapping[str, SeenEngine]) -> None:
+    def update_engines(self, snapshots: Mapping[str, EngineSnapshot]) -> None:
         """Takes the engines that are alive and ready now, with what they publish; an engine tells
         its version itself.
         """
-        for name in self.links.keys() - alive.keys():
-            self._tasks[name].cancel()
-        for name in sorted(alive.keys() - self.links.keys()):
+        for name in self.links.keys() - snapshots.keys():
+            self._link_tasks[name].cancel()
+        for name in sorted(snapshots.keys() - self.links.keys()):
             self._connect(name)
-        degrees = {name: seen.stats.tensor_parallel for name, seen in alive.items()}
+        degrees = {name: seen.stats.tensor_parallel for name, seen in snapshots.items()}
         measured = {
             name: MeasuredEngine(degrees[name], seen.stats.tokens, seen.stats.busy_s)
-            for name, seen in alive.items()
+            for name, seen in snapshots.items()
         }
-        if self.scheduler.follow(measured):
-            for stay in self.stays.values():
-                self.scheduler.restored(stay.trajectory, stay.course)
+        if self.scheduler.update_engines(measured):
+            for stay in self.assignments.values():
+                self.scheduler.restore(stay.trajectory, stay.bucket_state)
             for stay in self._queue:
-                stay.order = (*self._turn(stay), stay.order[-1])
-            self._queue.sort(key=lambda stay: stay.order)
+                stay.queue_order = (*self._compute_order(stay), stay.queue_order[-1])
+            self._queue.sort(key=lambda stay: stay.queue_order)
         buckets = self.scheduler.buckets
-        for name, bucket in assign(degrees, buckets).items():
+        for name, bucket in assign_buckets(degrees, buckets).items():
             link = self.links[name]
-            link.bucket, link.batch = bucket, min(buckets[bucket].batch, self._seats)
-            link.published(alive[name])
-            link.listen()
+            link.bucket, link.batch_size = bucket, min(buckets[bucket].batch_size, self._slots)
+            link.update_stats(snapshots[name])
+            link.publish_silence()
         self.dispatch()  # one that rested may serve again
-        self._tell()
+        self._publish_wait()
         now = self.clock.monotonic()
-        if now - self._balanced_at >= BALANCE_S:
-            self._balanced_at = now
+        if now - self._balanced_at_s >= BALANCE_INTERVAL_S:
+            self._balanced_at_s = now
             self._balance()
 
     def _connect(self, name: str) -> None:
-        link = EngineLink(self._mesh, name, self._seats, self._sink, self._sampling, self.dispatch)
+        link = EngineLink(
+            self._mesh, name, self._slots, self._group_commit, self._sampling, self.dispatch
+        )
         link.lineage = self._lineage
         self.links[name] = link
-        task = asyncio.get_running_loop().create_task(link.run(), name=f"link {name}")
-        self._tasks[name] = task
-        task.add_done_callback(partial(self._ended, name))
+        task = asyncio.get_running_loop().create_task(link.read_stream(), name=f"link {name}")
+        self._link_tasks[name] = task
+        task.add_done_callback(partial(self._on_link_end, name))
 
-    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(name) is task:
-            del self.links[name], self._tasks[name]
+    def _on_link_end(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._link_tasks.get(name) is task:
+            del self.links[name], self._link_tasks[name]
         error = None if task.cancelled() else task.exception()
         if isinstance(error, MeshError):  # a lost peer: its requests are already moving
             self._mesh.telemetry.log.info("engine", name=name, error=str(error))
         elif error is not None:
             self._mesh.host.exit(70, f"{self._mesh.name} cannot read from {name}: {error!r}", error)
 
-    def enter(self, lineage: int) -> None:
+    def enter_lineage(self, lineage: int) -> None:
         self._lineage = lineage
         for link in self.links.values():
             link.lineage = lineage
         self.dispatch()
 
-    def _tell(self) -> None:
+    def _publish_wait(self) -> None:
         """Publishes that trajectories wait for an engine that is not there: none has their version.
         To wait for room is no news, and a job that is paused waits for nobody.
         """
-        self._lack.close()
-        if self.clock.held:
+        self._missing_engine_wait.close()
+        if self.clock.is_paused:
             return
         newest = max(self.links.values(), key=lambda link: link.version, default=None)
         version = NO_VERSION if newest is None else newest.version
@@ -155,115 +173,125 @@ class Router:
         if lacking:
             wanted = min(stay.trajectory.version for stay in lacking)
             on = "an engine" if newest is None else newest.name
-            waited_s = self.clock.monotonic() - min(stay.since for stay in lacking)
+            waited_s = self.clock.monotonic() - min(stay.queued_at_s for stay in lacking)
             waits = self._mesh.waits
-            self._lack.enter_context(
-                waits.wait(f"an engine at version {wanted}", on, waits.began(waited_s))
+            self._missing_engine_wait.enter_context(
+                waits.wait(f"an engine at version {wanted}", on, waits.compute_start(waited_s))
             )
 
-    def _loads(self) -> list[EngineLoad]:
+    def _collect_loads(self) -> list[EngineLoad]:
         return [link.load for link in self.links.values()]
 
     # -- what a stay asks ------------------------------------------------------------------------
 
-    def stay(self, t: Trajectory) -> Stay:
+    def create_assignment(self, trajectory: Trajectory) -> Assignment:
         """A trajectory's stay, to be entered while it may have turns."""
-        return Stay(self, t)
+        return Assignment(self, trajectory)
 
-    def joined(self, stay: Stay) -> None:
-        t = stay.trajectory
-        self.stays[t.id] = stay
+    def add_assignment(self, assignment: Assignment) -> None:
+        t = assignment.trajectory
+        self.assignments[t.id] = assignment
         if t.past_turns or t.open_turn is not None:
-            self.scheduler.restored(t, stay.course)
+            self.scheduler.restore(t, assignment.bucket_state)
 
-    def parted(self, stay: Stay) -> None:
-        del self.stays[stay.trajectory.id]
+    def remove_assignment(self, assignment: Assignment) -> None:
+        del self.assignments[assignment.trajectory.id]
 
-    async def place(self, stay: Stay) -> None:
-        request = self._request(stay)
-        link = self.links.get(stay.home)  # most turns go on there: no need to look at all engines
+    async def place(self, assignment: Assignment) -> None:
+        request = self._build_request(assignment)
+        link = self.links.get(
+            assignment.cache_engine
+        )  # most turns go on there: no need to look at all engines
         home = link.load if link is not None else None
-        if name := place(request, home, self._loads, bool(self._queue)):
-            return stay.take(self.links[name])
+        if name := place_request(request, home, self._collect_loads, bool(self._queue)):
+            return assignment.assign(self.links[name])
         self._arrivals += 1
-        placed = stay.queued((*self._turn(stay), self._arrivals))
-        async with self.clock.timeout(PLACE_S, "an engine for a trajectory"):
+        placed = assignment.enqueue((*self._compute_order(assignment), self._arrivals))
+        async with self.clock.timeout(PLACE_TIMEOUT_S, "an engine for a trajectory"):
             await placed
 
-    def enqueue(self, stay: Stay) -> None:
-        insort(self._queue, stay, key=lambda s: s.order)
+    def enqueue(self, assignment: Assignment) -> None:
+        insort(self._queue, assignment, key=lambda s: s.queue_order)
 
-    def unqueue(self, stay: Stay) -> None:
-        self._queue.remove(stay)
+    def dequeue(self, assignment: Assignment) -> None:
+        self._queue.remove(assignment)
 
-    def serves(self, link: EngineLink) -> bool:
+    def can_serve(self, link: EngineLink) -> bool:
         return self.links.get(link.name) is link and link.load.version >= 0
 
-    def sent_to(self, name: str, version: int) -> EngineLink | None:
+    def find_target(self, name: str, version: int) -> EngineLink | None:
         link = self.links.get(name)
         fits = link is not None and link.load.room and link.load.version >= version
         return link if fits else None
 
     def dispatch(self) -> None:
-        while self._queue and any(link.open for link in self.links.values()):
+        while self._queue and any(link.has_room for link in self.links.values()):
             first = self._queue[:LOOK_AHEAD]
-            found = next_up([self._request(stay) for stay in first], self._loads())
+            found = choose_next(
+                [self._build_request(stay) for stay in first], self._collect_loads()
+            )
             if found is None:
                 return
             index, name = found
-            first[index].take(self.links[name])
+            first[index].assign(self.links[name])
 
-    def _request(self, stay: Stay) -> QueuedRequest:
-        return QueuedRequest(stay.trajectory.version, stay.home, self._bucket(stay))
+    def _build_request(self, assignment: Assignment) -> QueuedRequest:
+        return QueuedRequest(
+            assignment.trajectory.version, assignment.cache_engine, self._find_bucket(assignment)
+        )
 
-    def _turn(self, stay: Stay) -> tuple[int, ...]:
-        return self.scheduler.order(stay.trajectory.id, stay.course.bucket)
+    def _compute_order(self, assignment: Assignment) -> tuple[int, ...]:
+        return self.scheduler.compute_order(
+            assignment.trajectory.id, assignment.bucket_state.bucket
+        )
 
-    def _bucket(self, stay: Stay) -> int:
+    def _find_bucket(self, assignment: Assignment) -> int:
         """The stay's bucket, or the nearest, rather longer, one that has an engine now."""
         if len(self.scheduler.buckets) == 1:
             return 0
-        version = stay.trajectory.version
+        version = assignment.trajectory.version
         there = {link.bucket for link in self.links.values() if link.version >= version}
-        return served(stay.course.bucket, there)
+        return find_nearest_bucket(assignment.bucket_state.bucket, there)
 
-    def returned(self, stay: Stay) -> None:
+    def on_tool_return(self, assignment: Assignment) -> None:
         """A tool has answered the trajectory: it may belong to another bucket now."""
-        decision = self.scheduler.returned(stay.trajectory, stay.course)
+        decision = self.scheduler.decide_after_tool(assignment.trajectory, assignment.bucket_state)
         if decision.outcome == "causal_signal_agree":
-            home = self.links.get(stay.home)
-            if home is not None and home.bucket != self._bucket(stay):
-                stay.leave()
+            home = self.links.get(assignment.cache_engine)
+            if home is not None and home.bucket != self._find_bucket(assignment):
+                assignment.release()
                 self.dispatch()
             self._mesh.telemetry.log.info(
                 "bucket",
-                trajectory=stay.trajectory.id,
+                trajectory=assignment.trajectory.id,
                 bucket=decision.bucket,
                 reason=decision.reason,
             )
 
     def _balance(self) -> None:
         """Asks engines to let go of requests that are better off elsewhere."""
-        for move in balance.balance([link.whole for link in self.links.values()], floor=0):
+        for move in load_balancer.plan_rebalance(
+            [link.total_load for link in self.links.values()], min_version=0
+        ):
             source, target = self.links[move.source], self.links[move.target]
-            for stay in source.movable(source.share(move.count), move.pending):
-                if not stay.target and target.version >= stay.trajectory.version:
-                    stay.target = move.target
-                    source.let_go(stay)
+            for stay in source.find_movable(source.compute_share(move.count), move.waiting):
+                if not stay.balance_target and target.version >= stay.trajectory.version:
+                    stay.balance_target = move.target
+                    source.abort_request(stay)
 
     @property
     def stats(self) -> RoutingStats:
         return RoutingStats(
-            continued=self.continued,
-            moved=self.moved,
-            caches=dict(self.caches),
-            decisions=dict(self.scheduler.outcomes),
+            continued=self.continued_trajectories,
+            moved=self.rebalanced_trajectories,
+            caches=dict(self.cache_actions),
+            decisions=dict(self.scheduler.outcome_counts),
             buckets={link.name: link.bucket for link in self.links.values()},
         )
 
     async def close(self) -> None:
-        self._lack.close()
-        tasks = list(self._tasks.values())
+        self._missing_engine_wait.close()
+        tasks = list(self._link_tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -13,10 +13,13 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
 
-CUT_SHORT = ("length", "turns")  # why trajectories end that their environment has not ended
+TRUNCATION_REASONS = (
+    "length",
+    "turns",
+)  # why trajectories end that their environment has not ended
 
 
-def stop_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+def find_stop_token_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
     """The ids of `rollout.stop`. ConfigError for a text that is no token."""
     found = {text: tokenizer.token_to_id(text) for text in texts}
     unknown = [text for text, token in found.items() if token is None]
@@ -37,54 +40,64 @@ class Transcript:
     def __init__(
         self,
         decode: Callable[[Sequence[int]], str],
-        stop: Collection[int],
-        stop_text: Sequence[str],
+        stop_token_ids: Collection[int],
+        stop_strings: Sequence[str],
     ) -> None:
-        self._decode, self._stop, self._stop_text = decode, stop, stop_text
+        self._decode, self._stop_token_ids, self._stop_strings = (
+            decode,
+            stop_token_ids,
+            stop_strings,
+        )
 
-    def prompt(self, t: Trajectory) -> str:
-        return self._decode(t.tokens[: t.prompt_length].tolist())
+    def decode_prompt(self, trajectory: Trajectory) -> str:
+        return self._decode(trajectory.tokens[: trajectory.prompt_length].tolist())
 
-    def turns(self, t: Trajectory, reason: str = "") -> list[dict[str, Any]]:
+    def build_turns(self, trajectory: Trajectory, reason: str = "") -> list[dict[str, Any]]:
         """All turns in order: the model's, its tools', and what was appended after them.
 
         `reason` is why the trajectory has ended: `done`, `length`, `turns`, or the code of a typed
         failure, which leaves open whether a whole turn was the last for want of room.
         """
         told: list[dict[str, Any]] = []
-        tokens, at = t.tokens, t.prompt_length
-        for turn in t.every_turn:
+        tokens, at = trajectory.tokens, trajectory.prompt_length
+        for turn in trajectory.all_turns:
             stop = (
-                "" if turn.cut else self._ended(turn.text, tokens[at : at + turn.tokens].tolist())
+                ""
+                if turn.is_cut
+                else self._find_stop(turn.text, tokens[at : at + turn.sampled_tokens].tolist())
             )
             told.append({"role": "model", "text": turn.text, "stop": stop, "truncated": False})
-            told += [tool_turn(*call) for call in turn.calls()]
-            at += turn.tokens
-            if turn.appended:
-                text = self._decode(tokens[at : at + turn.appended].tolist())
+            told += [build_tool_turn(*call) for call in turn.list_calls()]
+            at += turn.sampled_tokens
+            if turn.appended_tokens:
+                text = self._decode(tokens[at : at + turn.appended_tokens].tolist())
                 told.append({"role": "environment", "text": text})
-                at += turn.appended
-        if reason in CUT_SHORT or (t.every_turn and t.every_turn[-1].cut):
+                at += turn.appended_tokens
+        if reason in TRUNCATION_REASONS or (
+            trajectory.all_turns and trajectory.all_turns[-1].is_cut
+        ):
             last = next((turn for turn in reversed(told) if turn["role"] == "model"), None)
             if last is not None:
                 last["truncated"] = True
         return told
 
-    def unfinished(self, t: Trajectory) -> str:
+    def decode_unfinished(self, trajectory: Trajectory) -> str:
         """What the model had said of a turn that nobody was told of."""
-        turns = t.every_turn
-        at = t.prompt_length + sum(turn.tokens + turn.appended for turn in turns)
-        return "" if turns and turns[-1].cut else self._decode(t.tokens[at:].tolist())
+        turns = trajectory.all_turns
+        at = trajectory.prompt_length + sum(
+            turn.sampled_tokens + turn.appended_tokens for turn in turns
+        )
+        return "" if turns and turns[-1].is_cut else self._decode(trajectory.tokens[at:].tolist())
 
-    def _ended(self, text: str, ids: list[int]) -> str:
-        if ids and ids[-1] in self._stop and text.endswith(end := self._decode(ids[-1:])):
+    def _find_stop(self, text: str, ids: list[int]) -> str:
+        if ids and ids[-1] in self._stop_token_ids and text.endswith(end := self._decode(ids[-1:])):
             return end
         # A turn ends with the token that first completes a stop text, so the first is the one.
-        places = [place for stop in self._stop_text if (place := text.find(stop)) >= 0]
+        places = [place for stop in self._stop_strings if (place := text.find(stop)) >= 0]
         return text[min(places) :] if places else ""
 
 
-def tool_turn(name: str, argument: Any, value: Any) -> dict[str, Any]:
+def build_tool_turn(name: str, argument: Any, value: Any) -> dict[str, Any]:
     """A call and what the tool returned: `text` is the value as text, by JSON if it is none."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return {"role": "tool", "text": text, "name": name, "input": argument, "value": value}

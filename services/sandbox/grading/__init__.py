@@ -1,1 +1,1 @@
-"""Verifiable rewards, which compare an answer with the row's. Open `texts.py` first."""
+"""Verifiable rewards, which compare an answer with the row's. Open `text_rewards.py` first."""

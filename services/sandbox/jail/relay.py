@@ -17,12 +17,14 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import keeper, zygote
-from .confinement import kernel
+from . import init_process, zygote
+from .confinement import syscalls
 from .wire import frames, mux
 
 DRAIN_S = 5.0  # for what was printed before the end to go out
-LEFT_S = 1.0  # the same where processes may be left that hold the pipes: we are not the first
+SHARED_NAMESPACE_DRAIN_S = (
+    1.0  # the same where processes may be left that hold the pipes: we are not the first
+)
 
 
 def main() -> NoReturn:
@@ -31,9 +33,9 @@ def main() -> NoReturn:
     os.dup2(null, 0)
     os.dup2(null, 1)
     os.close(null)
-    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nor is the keeper, which is forked from here
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # nor is the keeper, which is forked from here
     request = frames.receive(incoming)
-    zygote.warm(request["warm"], "runner", request["searched_last"], usual="")
+    zygote.preload(request["warm"], "runner", request["searched_last"], default_modules="")
     place = request["scratch"]
     if not os.path.isdir(place):
         os.mkdir(place, 0o700)
@@ -41,21 +43,21 @@ def main() -> NoReturn:
             with contextlib.suppress(OSError):  # the container has no other user
                 os.chown(place, request["user"], request["user"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is left to us
-    ends, fds = _channels(request["channels"])
+    ends, fds = _create_channels(request["channels"])
     if os.fork() == 0:
         for fd in (incoming, outgoing, *ends.values()):
             os.close(fd)
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        keeper.keep(fds, request, "runner", proc)
+        init_process.run_init(fds, request, "runner", proc)
     for fd in fds.values():
         os.close(fd)
-    _carry(mux.Mux(incoming, outgoing), ends)
-    if place != keeper.SCRATCH:
+    _forward(mux.Mux(incoming, outgoing), ends)
+    if place != init_process.SCRATCH:
         shutil.rmtree(place, ignore_errors=True)
     os._exit(0)
 
 
-def _channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
+def _create_channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
     """Our ends, and the jail's: pipes for the standard streams, sockets for the rest."""
     ours, theirs = {}, {}
     for name in names:
@@ -69,36 +71,40 @@ def _channels(names: Any) -> tuple[dict[str, int], dict[str, int]]:
     return ours, theirs
 
 
-def _carry(link: mux.Mux, ends: dict[str, int]) -> None:
+def _forward(connection: mux.Mux, ends: dict[str, int]) -> None:
     """Until the keeper has ended, or the outside wants no more. What the guest has printed goes
     before the keeper's report, which is the last word.
     """
     keepers = ends.pop("keeper")
-    link.attach(mux.KEEPER, writing=os.dup(keepers))
-    link.attach(mux.CONTROL, took=lambda _: None)
+    connection.attach(mux.INIT, write_fd=os.dup(keepers))
+    connection.attach(mux.CONTROL, on_data=lambda _: None)
     for name, fd in ends.items():
-        number, reading = mux.NAMED[name], -1 if name == "stdin" else fd
-        link.attach(number, reading, -1 if number in mux.OUTPUTS else fd)
-    link.send(mux.CONTROL, frames.pack({"python": list(sys.version_info[:3])}))
-    report = _report(link, keepers)
+        number, reading = mux.CHANNELS_BY_NAME[name], -1 if name == "stdin" else fd
+        connection.attach(number, reading, -1 if number in mux.OUTPUTS else fd)
+    connection.send(mux.CONTROL, frames.pack({"python": list(sys.version_info[:3])}))
+    report = _receive_report(connection, keepers)
     alone = os.getpid() == 1
     if alone:
         with contextlib.suppress(OSError):  # there is nobody else
             os.kill(-1, signal.SIGKILL)
-    end = time.monotonic() + (DRAIN_S if alone else LEFT_S)
-    while not link.over and any(map(link.reads, mux.OUTPUTS)) and time.monotonic() < end:
-        link.step(end - time.monotonic())
-    link.send(mux.KEEPER, report)
-    link.flush(DRAIN_S)
+    end = time.monotonic() + (DRAIN_S if alone else SHARED_NAMESPACE_DRAIN_S)
+    while (
+        not connection.is_closed
+        and any(map(connection.is_readable, mux.OUTPUTS))
+        and time.monotonic() < end
+    ):
+        connection.step(end - time.monotonic())
+    connection.send(mux.INIT, report)
+    connection.flush(DRAIN_S)
 
 
-def _report(link: mux.Mux, keepers: int) -> bytes:
+def _receive_report(connection: mux.Mux, init_fd: int) -> bytes:
     """What the keeper says last; empty when the outside has closed the channel before."""
     report = bytearray()
-    while not link.over:
-        if keepers not in link.step(3600.0, [keepers]):
+    while not connection.is_closed:
+        if init_fd not in connection.step(3600.0, [init_fd]):
             continue
-        part = frames.read_now(keepers, 1 << 16)
+        part = frames.read_available(init_fd, 1 << 16)
         if part == b"":
             break
         report += part or b""

@@ -22,9 +22,9 @@ import socket
 import sys
 from typing import Any, Callable, NoReturn
 
-from . import keeper
-from .confinement import allowed, kernel, seccomp
-from .guests import guest, suite
+from . import init_process
+from .confinement import seccomp, syscall_policy, syscalls
+from .guests import guest, pytest_suite
 from .wire import frames
 
 PACKET = 1 << 16  # bytes of a request
@@ -32,57 +32,57 @@ DESCRIPTORS = 16  # most that come with one packet
 DONE = b"done"
 
 # What most programs import first. Each is paid for in every jail, whose pages are copied.
-WARM = (
+PRELOADED_MODULES = (
     "abc array bisect cmath collections contextlib copy dataclasses enum functools heapq io "
     "itertools json linecache math operator random re string sys time traceback types typing"
 )
 
 
-Begin = Callable[[bytes, "list[int]"], None]  # never returns
+RunForked = Callable[[bytes, "list[int]"], None]  # never returns
 
 
-def serve(control: socket.socket, begin: Begin, prepare: Callable[[], None]) -> None:
+def serve(control: socket.socket, run_forked: RunForked, prepare: Callable[[], None]) -> None:
     """Calls `begin` in a fork for each packet, and `prepare` before that."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps what is forked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control.send(b"warm")
     while True:
-        packet, fds = received(control)
+        packet, fds = receive_packet(control)
         if not packet:
             return
         try:
             prepare()
             # Before anything that only the jail needs: both copy what they touch.
             if os.fork() == 0:
-                begin(packet, fds)
+                run_forked(packet, fds)
         except OSError as error:
-            refuse(fds[0], error)
+            send_failure(fds[0], error)
         finally:
             for fd in fds:
                 os.close(fd)
         control.send(DONE)
 
 
-def _forks_keepers(control: socket.socket, tier: str) -> None:
+def _serve_jails(control: socket.socket, tier: str) -> None:
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    users = kernel.mapped_users()
+    users = syscalls.list_mapped_users()
     own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if tier == "bwrap" else -1
 
     def prepare() -> None:
         if own >= 0:  # one's own again first: a namespace is unshared once, or not at all
-            kernel.called("setns", own, kernel.CLONE_NEWPID)
-            kernel.unshare(kernel.CLONE_NEWPID)
+            syscalls.call_libc("setns", own, syscalls.CLONE_NEWPID)
+            syscalls.unshare(syscalls.CLONE_NEWPID)
 
     def begin(packet: bytes, fds: list[int]) -> NoReturn:
-        request = frames.parsed(packet)
+        request = frames.parse(packet)
         if not any(request["user"] in each for each in users):
             request["user"] = 0
-        keeper.keep(dict(zip(request["descriptors"], fds)), request, tier, proc)
+        init_process.run_init(dict(zip(request["descriptors"], fds)), request, tier, proc)
 
     serve(control, begin, prepare)
 
 
-def received(control: socket.socket) -> tuple[bytes, list[int]]:
+def receive_packet(control: socket.socket) -> tuple[bytes, list[int]]:
     """A packet and its descriptors; socket.recv_fds, which Python 3.8 does not have."""
     fds = array.array("i")
     room = socket.CMSG_SPACE(DESCRIPTORS * fds.itemsize)
@@ -93,17 +93,19 @@ def received(control: socket.socket) -> tuple[bytes, list[int]]:
     return packet, list(fds)
 
 
-def refuse(fd: int, error: OSError) -> None:
+def send_failure(fd: int, error: OSError) -> None:
     """The sandbox is told why there is no jail, and takes it for its own failure."""
     text = f"no jail: {error}"
     if error.errno == errno.EAGAIN:
         most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         text += f"; all jails together may have {most} processes and threads (RLIMIT_NPROC)"
-    with contextlib.suppress(frames.Closed):
+    with contextlib.suppress(frames.FrameChannelClosed):
         frames.send(fd, {"failed": text})
 
 
-def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -> None:
+def preload(
+    packages: Any, tier: str, fallback_directory: str = "", default_modules: str = PRELOADED_MODULES
+) -> None:
     """`searched_last` is a directory for what is not found elsewhere; jails do not search it."""
     register = os.register_at_fork  # seeding at each fork is a fifth of its cost: guests seed alone
     os.register_at_fork = lambda **hooks: None
@@ -111,21 +113,21 @@ def warm(packages: Any, tier: str, searched_last: str = "", usual: str = WARM) -
         import random  # noqa: F401
     finally:
         os.register_at_fork = register
-    if searched_last:
-        sys.path.append(searched_last)
-    for name in [*usual.split(), *packages]:
+    if fallback_directory:
+        sys.path.append(fallback_directory)
+    for name in [*default_modules.split(), *packages]:
         try:
             __import__(name)
         except ImportError as error:
             print(f"zygote: {error}", file=sys.stderr)
     if "pytest" in packages:
-        suite.warm(searched_last)
-    if searched_last:
-        sys.path.remove(searched_last)
+        pytest_suite.preload(fallback_directory)
+    if fallback_directory:
+        sys.path.remove(fallback_directory)
     for counted in (True, False):
-        seccomp.prepared(allowed.policy(tier, counted), True)
-    guest.make_streams()
-    keeper.environment()
+        seccomp.prepare_filter(syscall_policy.select_policy(tier, counted), True)
+    guest.create_streams()
+    init_process.set_guest_environment()
     gc.collect()
     gc.freeze()  # collections in a jail do not touch, and so copy, what is shared
 
@@ -138,6 +140,6 @@ def main() -> None:
     if sys.argv[2] == "bwrap":  # the nodes in /dev are the host's: others would see a change
         for device in os.scandir("/dev"):
             if not device.is_symlink():
-                kernel.make_read_only(device.path)
-    warm(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
-    _forks_keepers(control, sys.argv[2])
+                syscalls.remount_read_only(device.path)
+    preload(json.loads(sys.argv[3]), sys.argv[2], sys.argv[4])
+    _serve_jails(control, sys.argv[2])

@@ -9,11 +9,13 @@ from typing import Any
 import msgpack
 
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
-from meshrl.services.sandbox.outcomes import Answer
-from meshrl.services.sandbox.workers.worker import shown_name
+from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES
+from meshrl.services.sandbox.outcomes import CallResult
+from meshrl.services.sandbox.workers.worker import format_name
 
-FRAME_BYTES = FRAME_LIMIT - (64 << 10)  # for the arguments of a slice; the rest is names and ids
+FRAME_BYTES = MAX_FRAME_BYTES - (
+    64 << 10
+)  # for the arguments of a slice; the rest is names and ids
 RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 
 
@@ -21,11 +23,13 @@ RLIMITS = {"AS": 2 << 30, "NOFILE": 256, "CORE": 0, "FSIZE": 64 << 20}
 class PoolLimits:
     """The limits of a pool and of each of its processes."""
 
-    warm: int = 2  # workers started with the job
-    most: int = 4  # workers, when calls wait
+    warm_workers: int = 2  # workers started with the job
+    max_workers: int = 4  # workers, when calls wait
     rlimits: dict[str, int] = field(default_factory=lambda: dict(RLIMITS))
     nice: int = 0
-    recycle: int = 5000  # calls that a process serves; what libraries have kept goes with it
+    max_calls_per_worker: int = (
+        5000  # calls that a process serves; what libraries have kept goes with it
+    )
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class PoolCall:
     name: str
     arguments: list[Any]
     deadline_s: float
-    once: bool = False  # it is not run again when its process is lost
+    no_retry: bool = False  # it is not run again when its process is lost
 
 
 @dataclass(frozen=True)
@@ -45,23 +49,23 @@ class PoolFunctions:
     job: str
     directory: str  # is searched first
     references: dict[str, str]  # by name: "module:function", or "mcp:server/tool"
-    servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
-    closed: bool = False  # they need no files, no programs and no network, and get none
+    mcp_servers: dict[str, list[str]] = field(default_factory=dict)  # MCP server -> its command
+    is_confined: bool = False  # they need no files, no programs and no network, and get none
 
 
 @dataclass
 class WaitingCall:
     """A call that nobody has begun, or whose answer is waited for."""
 
-    asked: PoolCall
-    answer: asyncio.Future[Answer]
+    call: PoolCall
+    result: asyncio.Future[CallResult]
     batch: list[WaitingCall]  # the calls that it came with
     attempts: int = 0
 
 
-def packed_arguments(call: PoolCall) -> tuple[str, bytes]:
+def pack_arguments(call: PoolCall) -> tuple[str, bytes]:
     """("", a call's arguments as MessagePack), or (what is wrong with them, nothing)."""
-    name = shown_name(call.name)
+    name = format_name(call.name)
     try:
         packed: bytes = msgpack.packb(call.arguments)
     except (OverflowError, UnicodeEncodeError, ValueError, TypeError) as error:
@@ -71,7 +75,7 @@ def packed_arguments(call: PoolCall) -> tuple[str, bytes]:
     return "", packed
 
 
-def unpacked_answer(frame: bytes) -> tuple[int, str, Any, str]:
+def unpack_result(frame: bytes) -> tuple[int, str, Any, str]:
     try:
         call_id, status, value, error = msgpack.unpackb(frame)
     except (ValueError, TypeError, msgpack.UnpackException) as problem:

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgpack
 
-from meshrl.common.job.bundle.authored import beginning_of, place_of, placed
+from meshrl.common.job.bundle.source_locations import append_location, locate_error, locate_function
 from meshrl.common.mesh.process.entry.child import ChildChannel
 
 OK, BAD_VALUE, RAISED = (
@@ -32,25 +32,25 @@ OK, BAD_VALUE, RAISED = (
 REWARD = "reward:"  # before a reward's number: what it returns is a finite number
 TOOL = "tool:"  # before a tool's name
 MCP = "mcp:"
-LOADED = 0  # the id of the first answer
-CHANNEL_ABOVE = 100  # user code that writes to small descriptors by mistake misses the channel
+LOAD_RESULT_ID = 0  # the id of the first answer
+MIN_CHANNEL_FD = 100  # user code that writes to small descriptors by mistake misses the channel
 OUT_OF_MEMORY = 72  # exit status: a fresh process may have room for the same call
 FORKED = 73  # exit status of a child of user code that returned into this loop
 VALUE_BYTES = 1 << 20  # most in a packed value, which enters a context or is a mistake
 DEPTH = 16  # nesting of one value; the wire allows 32 for all of a message
 
-PackedAnswer = tuple[int, str, Any, str]
+WireResult = tuple[int, str, Any, str]
 
 
-def load(
-    bundle_dir: str, functions: dict[str, str], servers: dict[str, list[str]]
+def load_functions(
+    bundle_dir: str, functions: dict[str, str], mcp_servers: dict[str, list[str]]
 ) -> dict[str, Callable[..., Any]]:
     sys.path.insert(0, bundle_dir)
     found: dict[str, Callable[..., Any]] = {}
     running: dict[str, Any] = {}  # MCP servers: each starts with the first of its tools
     for name, use in functions.items():
         if use.startswith(MCP):
-            found[name] = served_tool(use, servers, bundle_dir, running)
+            found[name] = make_mcp_tool(use, mcp_servers, bundle_dir, running)
             continue
         module, _, attribute = use.partition(":")
         found[name] = getattr(importlib.import_module(module), attribute)
@@ -59,7 +59,7 @@ def load(
     return found
 
 
-def served_tool(
+def make_mcp_tool(
     use: str, servers: dict[str, list[str]], directory: str, running: dict[str, Any]
 ) -> Callable[[Any], Any]:
     """The function that calls `mcp:server/tool`."""
@@ -75,38 +75,50 @@ def served_tool(
     return lambda arguments: server.call(tool, arguments)
 
 
-def run(
+def run_call(
     functions: dict[str, Callable[..., Any]], call: list[Any], directory: str = ""
-) -> PackedAnswer:
+) -> WireResult:
     """Makes a call; what is wrong is told with the line of the code in `directory`."""
     call_id, name, packed = call
     try:
         arguments = msgpack.unpackb(packed)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        wrong = f"{shown_name(name)} was given what no worker reads: {shown_error(error)}"
-        return call_id, BAD_VALUE, None, placed(wrong, beginning_of(functions[name], directory))
+        wrong = f"{format_name(name)} was given what no worker reads: {format_error(error)}"
+        return (
+            call_id,
+            BAD_VALUE,
+            None,
+            append_location(wrong, locate_function(functions[name], directory)),
+        )
     try:
         value = functions[name](*arguments)
-        checked, problem = finite(value) if name.startswith(REWARD) else plain(value)
+        checked, problem = (
+            check_reward(value) if name.startswith(REWARD) else check_plain_value(value)
+        )
     except MemoryError:
         # What ate the memory may be an earlier call's leak.
         os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # SystemExit and KeyboardInterrupt are the job's mistakes too
-        return call_id, RAISED, None, described(error, directory)
+        return call_id, RAISED, None, describe_error(error, directory)
     if problem:
-        place = beginning_of(functions[name], directory)
-        return call_id, BAD_VALUE, None, placed(f"{shown_name(name)} returned {problem}", place)
+        place = locate_function(functions[name], directory)
+        return (
+            call_id,
+            BAD_VALUE,
+            None,
+            append_location(f"{format_name(name)} returned {problem}", place),
+        )
     return call_id, OK, checked, ""
 
 
-def shown_name(name: str) -> str:
+def format_name(name: str) -> str:
     return "reward" if name.startswith(REWARD) else name.removeprefix(TOOL)
 
 
-def finite(value: object) -> tuple[float | None, str]:
+def check_reward(value: object) -> tuple[float | None, str]:
     """(the reward, "") or (None, what is wrong with it)."""
     if not isinstance(value, Real):
-        return None, f"{shown(value)}, a {type(value).__name__}; a reward is a finite number"
+        return None, f"{short_repr(value)}, a {type(value).__name__}; a reward is a finite number"
     try:
         number = float(value)
     except OverflowError:
@@ -116,10 +128,10 @@ def finite(value: object) -> tuple[float | None, str]:
     return number, ""
 
 
-def plain(value: object) -> tuple[object, str]:
+def check_plain_value(value: object) -> tuple[object, str]:
     """(the value, "") or (None, what is wrong). What crosses the wire is None, numbers, text,
     bytes, lists, and dicts with text keys, all small and shallow."""
-    problem = odd_part(value, 0)
+    problem = find_unsupported_part(value, 0)
     if problem:
         return None, problem
     try:
@@ -131,7 +143,7 @@ def plain(value: object) -> tuple[object, str]:
     return value, ""
 
 
-def odd_part(value: object, depth: int) -> str:
+def find_unsupported_part(value: object, depth: int) -> str:
     if depth > DEPTH:
         return f"a value nested deeper than {DEPTH}"
     if value is None or type(value) in (bool, int, float, str, bytes):
@@ -143,11 +155,11 @@ def odd_part(value: object, depth: int) -> str:
             return "a dict with keys that are not text"
         parts = value.values()
     else:
-        return f"{shown(value)}, a {type(value).__name__}; plain JSON values can leave a tool"
-    return next((odd for part in parts if (odd := odd_part(part, depth + 1))), "")
+        return f"{short_repr(value)}, a {type(value).__name__}; plain JSON values can leave a tool"
+    return next((odd for part in parts if (odd := find_unsupported_part(part, depth + 1))), "")
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """The value's repr, short; it is user code, so it may raise."""
     try:
         text = repr(value)
@@ -156,18 +168,18 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def described(error: BaseException, directory: str) -> str:
+def describe_error(error: BaseException, directory: str) -> str:
     """Type, text, and the line of the job's code that raised."""
-    text = shown_error(error)
+    text = format_error(error)
     if isinstance(error, OSError | MemoryError | RuntimeError):
-        from meshrl.common.mesh.process.ends import limits  # hardly ever needed
+        from meshrl.common.mesh.process.diagnosis import host_limits  # hardly ever needed
 
-        if limit := limits.hit(error):
+        if limit := host_limits.explain_hit_limit(error):
             text = f"{text}. {limit}"
-    return placed(text, place_of(error, directory))
+    return append_location(text, locate_error(error, directory))
 
 
-def shown_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Its type and text, which crosses the wire."""
     try:
         text = f"{type(error).__name__}: {error}"
@@ -178,7 +190,7 @@ def shown_error(error: BaseException) -> str:
 
 def main() -> None:
     channel = ChildChannel.from_env()
-    channel.move_above(CHANNEL_ABOVE)
+    channel.move_above(MIN_CHANNEL_FD)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     pid = os.getpid()
     pack = msgpack.Packer().pack
@@ -187,33 +199,33 @@ def main() -> None:
         return
     try:
         directory, *what, closed = msgpack.unpackb(setup)
-        functions = load(directory, *what)
+        functions = load_functions(directory, *what)
         if closed:
             # What is not closed starts sooner without them.
             from meshrl.services.sandbox.jail.confinement import (
-                allowed,
-                calls,
-                kernel,
                 landlock,
                 seccomp,
+                syscall_policy,
+                syscall_table,
+                syscalls,
             )
 
-            kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-            if landlock.abi() >= landlock.LEAST:
+            syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+            if landlock.read_abi() >= landlock.MIN_ABI:
                 modules = [path for path in sys.path if os.path.isdir(path)]
                 landlock.restrict(
                     [sys.prefix, sys.base_prefix, "/usr", "/lib", *modules], ["/dev/null"]
                 )
-            with contextlib.suppress(calls.UnsupportedMachine):
-                seccomp.install(allowed.ONE_GROUP)
+            with contextlib.suppress(syscall_table.UnsupportedMachine):
+                seccomp.install(syscall_policy.PROCESS_GROUP_POLICY)
     except BaseException as error:
-        channel.send(pack((LOADED, RAISED, None, described(error, sys.path[0]))))
+        channel.send(pack((LOAD_RESULT_ID, RAISED, None, describe_error(error, sys.path[0]))))
         return
-    places = {name: beginning_of(function, directory) for name, function in functions.items()}
-    channel.send(pack((LOADED, OK, places, "")))
+    places = {name: locate_function(function, directory) for name, function in functions.items()}
+    channel.send(pack((LOAD_RESULT_ID, OK, places, "")))
     while (frame := channel.recv()) is not None:
         for call in msgpack.unpackb(frame):
-            answer = run(functions, call, directory)
+            answer = run_call(functions, call, directory)
             if os.getpid() != pid:
                 os._exit(FORKED)
             channel.send(pack(answer))

@@ -24,7 +24,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def algorithm(name: str) -> Algorithm:
+def get_algorithm(name: str) -> Algorithm:
     """The algorithm of that name; ConfigError if there is none."""
     if name not in ALGORITHMS:
         raise ConfigError(
@@ -35,16 +35,16 @@ def algorithm(name: str) -> Algorithm:
     return ALGORITHMS[name]
 
 
-def passes(config: AlgorithmConfig) -> tuple[str, ...]:
+def list_scoring_passes(config: AlgorithmConfig) -> tuple[str, ...]:
     """Extras that a step scores with its first weights, before any gradient of it.
 
     With one update the proximal policy is the one that is trained, and costs nothing.
     """
-    values = ("values",) if algorithm(config.name).critic else ()
+    values = ("values",) if get_algorithm(config.name).has_critic else ()
     decoupled = config.correction != "none" and config.updates > 1
     return (*values, "proximal") if decoupled else values
 
 
-def refills(config: AlgorithmConfig) -> bool:
+def has_refill(config: AlgorithmConfig) -> bool:
     """Whether groups that are filtered are replaced by others."""
-    return config.refill_filtered or algorithm(config.name).refill
+    return config.refill_filtered or get_algorithm(config.name).always_refills

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import normalised
-from meshrl.services.trainer.losses.surrogate import Clips, ratios
+from meshrl.services.trainer.losses.group_advantages import normalize_rewards
+from meshrl.services.trainer.losses.surrogate import ClipBounds, compute_ratios
 from meshrl.services.trainer.losses.terms import LossTerms
 
-CLIPS = Clips(1.0, 0.28)
+CLIPS = ClipBounds(1.0, 0.28)
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: its negative log-probability, weighted by its advantage and
     by the clipped ratio, which has no gradient.
     """
-    clips = CLIPS.chosen(config)
-    weight = ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)
-    return -weight * terms.advantage * terms.logprobs
+    clips = CLIPS.with_overrides(config)
+    weight = compute_ratios(terms, config).detach().clamp(1 - clips.low, 1 + clips.high)
+    return -weight * terms.advantages * terms.logprobs
 
 
-ALGORITHM = Algorithm(normalised, token_loss)
+ALGORITHM = Algorithm(normalize_rewards, token_loss)

@@ -8,11 +8,13 @@ replaced by others (dynamic sampling); and length is punished softly before it i
 from __future__ import annotations
 
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import normalised
-from meshrl.services.trainer.losses.surrogate import Clips, surrogate
+from meshrl.services.trainer.losses.group_advantages import normalize_rewards
+from meshrl.services.trainer.losses.surrogate import ClipBounds, make_surrogate_loss
 
-CLIPS = Clips(0.2, 0.28)
+CLIPS = ClipBounds(0.2, 0.28)
 
 
 # The paper punishes the last 4,096 of 20,480 tokens.
-ALGORITHM = Algorithm(normalised, surrogate(CLIPS), refill=True, overlong_share=0.2)
+ALGORITHM = Algorithm(
+    normalize_rewards, make_surrogate_loss(CLIPS), always_refills=True, overlong_share=0.2
+)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.grpo import CLIPS
-from meshrl.services.trainer.algorithms.hooks import Algorithm, advantage_of_one
-from meshrl.services.trainer.losses.surrogate import clipped, ratios
+from meshrl.services.trainer.algorithms.hooks import Algorithm, compute_unit_advantages
+from meshrl.services.trainer.losses.surrogate import compute_clipped_loss, compute_ratios
 from meshrl.services.trainer.losses.terms import LossTerms
 
 
@@ -21,8 +21,10 @@ def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate; the advantage is the teacher's
     log-probability less ours. ConfigError without a teacher.
     """
-    advantage = terms.extra("teacher") - terms.logprobs.detach()
-    return clipped(ratios(terms, config), advantage, CLIPS.chosen(config))
+    advantage = terms.get_extra("teacher") - terms.logprobs.detach()
+    return compute_clipped_loss(
+        compute_ratios(terms, config), advantage, CLIPS.with_overrides(config)
+    )
 
 
-ALGORITHM = Algorithm(advantage_of_one, token_loss)
+ALGORITHM = Algorithm(compute_unit_advantages, token_loss)

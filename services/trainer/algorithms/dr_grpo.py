@@ -8,7 +8,7 @@ trajectory's length, so that long failures are not favoured.
 from __future__ import annotations
 
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import centred
-from meshrl.services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.services.trainer.losses.group_advantages import center_rewards
+from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_loss
 
-ALGORITHM = Algorithm(centred, surrogate(PPO), aggregation="constant")
+ALGORITHM = Algorithm(center_rewards, make_surrogate_loss(PPO_CLIPS), aggregation="constant")

@@ -10,10 +10,10 @@ loss is averaged over all tokens of a step and clipped higher above than below, 
 from __future__ import annotations
 
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import normalised
-from meshrl.services.trainer.losses.surrogate import Clips, surrogate
+from meshrl.services.trainer.losses.group_advantages import normalize_rewards
+from meshrl.services.trainer.losses.surrogate import ClipBounds, make_surrogate_loss
 
-CLIPS = Clips(0.2, 0.28, dual=3.0)
+CLIPS = ClipBounds(0.2, 0.28, dual=3.0)
 
 
-ALGORITHM = Algorithm(normalised, surrogate(CLIPS))
+ALGORITHM = Algorithm(normalize_rewards, make_surrogate_loss(CLIPS))

@@ -10,20 +10,26 @@ from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import normalised
-from meshrl.services.trainer.losses.surrogate import Clips, clipped, old_logprobs
-from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.services.trainer.losses.group_advantages import normalize_rewards
+from meshrl.services.trainer.losses.surrogate import (
+    ClipBounds,
+    compute_clipped_loss,
+    select_old_logprobs,
+)
+from meshrl.services.trainer.losses.terms import LossTerms, compute_ratio
 
-CLIPS = Clips(3e-4, 4e-4)
+CLIPS = ClipBounds(3e-4, 4e-4)
 
 
 def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """Loss of each trained token [t]: the clipped surrogate of its sequence's ratio and mean
     advantage.
     """
-    difference = terms.mean_by_sequence(terms.logprobs - old_logprobs(terms, config))
-    ratio = ratio_of(difference, difference.new_zeros(()))
-    return clipped(ratio, terms.mean_by_sequence(terms.advantage), CLIPS.chosen(config))
+    difference = terms.mean_by_sequence(terms.logprobs - select_old_logprobs(terms, config))
+    ratio = compute_ratio(difference, difference.new_zeros(()))
+    return compute_clipped_loss(
+        ratio, terms.mean_by_sequence(terms.advantages), CLIPS.with_overrides(config)
+    )
 
 
-ALGORITHM = Algorithm(normalised, token_loss, aggregation="sequences", sequence_ratio=True)
+ALGORITHM = Algorithm(normalize_rewards, token_loss, aggregation="sequences", sequence_ratio=True)

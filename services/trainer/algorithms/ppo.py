@@ -10,26 +10,36 @@ import numpy as np
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.algorithms.reinforce_pp import advantages
-from meshrl.services.trainer.bins.packing import Sequence
-from meshrl.services.trainer.losses.returns import gae, own_tokens, set_normalised, token_rewards
-from meshrl.services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.services.trainer.algorithms.reinforce_pp import use_rewards_as_advantages
+from meshrl.services.trainer.bins.packing import TrainingSequence
+from meshrl.services.trainer.losses.returns import (
+    compute_gae,
+    compute_token_rewards,
+    find_loss_tokens,
+    set_normalized_advantages,
+)
+from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_loss
 
 
-def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
+def prepare_advantages(sequences: list[TrainingSequence], config: AlgorithmConfig) -> None:
     """Sets generalised advantages from `extras["values"]`, and `extras["returns"]`, the values'
     targets.
     """
     found = []
     for sequence in sequences:
-        own = own_tokens(sequence)
+        own = find_loss_tokens(sequence)
         values = sequence.extras["values"][own].astype(np.float64)
-        rewards = token_rewards(sequence, float(sequence.advantages), config)
-        found.append(gae(rewards, values, config.discount, config.gae_lambda))
+        rewards = compute_token_rewards(sequence, float(sequence.advantages), config)
+        found.append(compute_gae(rewards, values, config.discount, config.gae_lambda))
         returns = np.zeros(len(sequence.tokens), np.float32)
         returns[own] = found[-1] + values
         sequence.extras["returns"] = returns
-    set_normalised(sequences, found)
+    set_normalized_advantages(sequences, found)
 
 
-ALGORITHM = Algorithm(advantages, surrogate(PPO), prepare=prepare, critic=True)
+ALGORITHM = Algorithm(
+    use_rewards_as_advantages,
+    make_surrogate_loss(PPO_CLIPS),
+    prepare_advantages=prepare_advantages,
+    has_critic=True,
+)

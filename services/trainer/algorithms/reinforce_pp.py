@@ -12,20 +12,30 @@ from numpy.typing import NDArray
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.bins.packing import Sequence
-from meshrl.services.trainer.losses.returns import discounted, set_normalised, token_rewards
-from meshrl.services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.services.trainer.bins.packing import TrainingSequence
+from meshrl.services.trainer.losses.returns import (
+    compute_token_rewards,
+    discount_rewards,
+    set_normalized_advantages,
+)
+from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_loss
 
 
-def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64]:
+def use_rewards_as_advantages(
+    rewards: NDArray[np.float64], config: AlgorithmConfig
+) -> NDArray[np.float64]:
     """The rewards, float64 [n], unchanged: `prepare` makes advantages of them."""
     return rewards
 
 
-def prepare(sequences: list[Sequence], config: AlgorithmConfig) -> None:
+def prepare_advantages(sequences: list[TrainingSequence], config: AlgorithmConfig) -> None:
     """Sets each token's advantage: the discounted rewards after it, normalised over the step."""
-    rewards = [token_rewards(s, float(s.advantages), config) for s in sequences]
-    set_normalised(sequences, [discounted(own, config.discount) for own in rewards])
+    rewards = [compute_token_rewards(s, float(s.advantages), config) for s in sequences]
+    set_normalized_advantages(
+        sequences, [discount_rewards(own, config.discount) for own in rewards]
+    )
 
 
-ALGORITHM = Algorithm(advantages, surrogate(PPO), prepare=prepare)
+ALGORITHM = Algorithm(
+    use_rewards_as_advantages, make_surrogate_loss(PPO_CLIPS), prepare_advantages=prepare_advantages
+)

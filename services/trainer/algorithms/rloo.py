@@ -11,17 +11,19 @@ from numpy.typing import NDArray
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.services.trainer.algorithms.hooks import Algorithm
-from meshrl.services.trainer.losses.group_advantages import silent
-from meshrl.services.trainer.losses.surrogate import PPO, surrogate
+from meshrl.services.trainer.losses.group_advantages import has_equal_rewards
+from meshrl.services.trainer.losses.surrogate import PPO_CLIPS, make_surrogate_loss
 
 
-def advantages(rewards: NDArray[np.float64], config: AlgorithmConfig) -> NDArray[np.float64] | None:
+def compute_advantages(
+    rewards: NDArray[np.float64], config: AlgorithmConfig
+) -> NDArray[np.float64] | None:
     """reward - mean of the others, float64 [n]; 0 for a trajectory that has no others."""
     others = len(rewards) - 1
-    if silent(rewards, config):
+    if has_equal_rewards(rewards, config):
         return None
     relative: NDArray[np.float64] = rewards - (rewards.sum() - rewards) / max(others, 1)
     return relative if others else np.zeros_like(rewards)
 
 
-ALGORITHM = Algorithm(advantages, surrogate(PPO), aggregation="constant")
+ALGORITHM = Algorithm(compute_advantages, make_surrogate_loss(PPO_CLIPS), aggregation="constant")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
-from meshrl.services.trainer.algorithms.hooks import Algorithm, advantage_of_one
+from meshrl.services.trainer.algorithms.hooks import Algorithm, compute_unit_advantages
 from meshrl.services.trainer.losses.terms import LossTerms
 
 
@@ -14,4 +14,4 @@ def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     return -terms.logprobs
 
 
-ALGORITHM = Algorithm(advantage_of_one, token_loss, sampled=False)
+ALGORITHM = Algorithm(compute_unit_advantages, token_loss, has_behaviour_policy=False)

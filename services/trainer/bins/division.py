@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.services.trainer.bins.packing import Bin
 
-Round = Sequence[Bin]  # as many as the division says
+RoundBins = Sequence[Bin]  # as many as the division says
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class EvenDivision:
     expert_parallel: int = 1
 
     @property
-    def bins(self) -> int:
+    def bins_per_round(self) -> int:
         return self.ranks
 
     @property
-    def scored(self) -> int:
+    def bins_per_score(self) -> int:
         """Bins that are scored at once, one on each of the first ranks."""
         return self.ranks
 
@@ -34,7 +34,7 @@ class EvenDivision:
             return self.ranks
         return {"ranks": self.ranks, "expert_parallel": self.expert_parallel}
 
-    def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
+    def assign_bins(self, bins: Sequence[Bin]) -> list[list[Bin]]:
         return [[bin] for bin in bins]
 
 
@@ -44,31 +44,33 @@ class ZebraDivision:
     `hosted` of each mixture layer are on every attention rank.
     """
 
-    attention: int
-    experts: int
-    micros: int
-    hosted: tuple[int, ...]  # by mixture layer
+    attention_ranks: int
+    expert_ranks: int
+    micro_batches: int
+    hosted_experts: tuple[int, ...]  # by mixture layer
 
     @property
-    def bins(self) -> int:
-        return self.attention * self.micros
+    def bins_per_round(self) -> int:
+        return self.attention_ranks * self.micro_batches
 
     @property
-    def scored(self) -> int:
-        return self.attention
+    def bins_per_score(self) -> int:
+        return self.attention_ranks
 
     @property
     def told(self) -> Any:
         return {
-            "attention": self.attention,
-            "experts": self.experts,
-            "micro_batches": self.micros,
-            "hosted": list(self.hosted),
+            "attention": self.attention_ranks,
+            "experts": self.expert_ranks,
+            "micro_batches": self.micro_batches,
+            "hosted": list(self.hosted_experts),
         }
 
-    def dealt(self, bins: Sequence[Bin]) -> list[list[Bin]]:
-        own = [list(bins[i : i + self.micros]) for i in range(0, len(bins), self.micros)]
-        return own + [[] for _ in range(self.experts)]
+    def assign_bins(self, bins: Sequence[Bin]) -> list[list[Bin]]:
+        own = [
+            list(bins[i : i + self.micro_batches]) for i in range(0, len(bins), self.micro_batches)
+        ]
+        return own + [[] for _ in range(self.expert_ranks)]
 
 
 RoundDivision = EvenDivision | ZebraDivision

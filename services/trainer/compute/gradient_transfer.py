@@ -14,23 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import BadMessage, PeerLost
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import registry
-from meshrl.common.weights.bulk.port import BulkClient, serve
-from meshrl.common.weights.chunks.chunks import ChunkStore, failure
+from meshrl.common.weights.bulk.port import BulkClient, serve_chunks
+from meshrl.common.weights.chunks.chunk_store import ChunkStore, make_write_error
 
 PIECE_BYTES = 64 << 20
-PIECE_S = 30.0  # deadline of moving one
-FILE_S = 600.0  # to write or read a whole gradient
+PIECE_TIMEOUT_S = 30.0  # deadline of moving one
+FILE_TIMEOUT_S = 600.0  # to write or read a whole gradient
 
 
-def hybrid_name(helper: str) -> str:
-    return f"hybrid/{helper}"
+def make_hybrid_name(instance: str) -> str:
+    return f"hybrid/{instance}"
 
 
-class Outbox:
+class GradientOutbox:
     """Holds one gradient, which nobody needs any more once its round was answered: that of a
     hybrid, or what the ranks of a core on other hosts take of it.
 
@@ -40,10 +40,10 @@ class Outbox:
     def __init__(self, mesh: Mesh, name: str) -> None:
         directory = Path(mesh.settings.run_root) / "mesh" / "lent" / name
         shutil.rmtree(directory, ignore_errors=True)  # left by an earlier process of it
-        self._run = mesh.host.run_blocking
+        self._run_blocking = mesh.host.run_blocking
         self._chunks = ChunkStore(directory, mesh.clock.wall)
-        self._server = serve(mesh, self._chunks, takes=False)
-        self._pieces: list[str] = []
+        self._server = serve_chunks(mesh, self._chunks, accepts_uploads=False)
+        self._digests: list[str] = []
 
     @property
     def address(self) -> str:
@@ -51,40 +51,48 @@ class Outbox:
 
     async def put(self, gradient: Tensor) -> list[str]:
         """Return the digests of a flat gradient's pieces, in place of the last; StorageFull."""
-        whole = await self._run(lambda: gradient.cpu().numpy(), deadline_s=FILE_S)
+        whole = await self._run_blocking(lambda: gradient.cpu().numpy(), deadline_s=FILE_TIMEOUT_S)
         return (await self.put_parts([whole]))[0]
 
     async def put_parts(self, parts: Sequence[NDArray[np.float32]]) -> list[list[str]]:
         """Return the digests of each part's pieces, in place of the last; StorageFull."""
         await self.clear()
-        return [await self._run(self._write, part, deadline_s=FILE_S) for part in parts]
+        return [
+            await self._run_blocking(self._write_pieces, part, deadline_s=FILE_TIMEOUT_S)
+            for part in parts
+        ]
 
     async def clear(self) -> None:
-        pieces, self._pieces = self._pieces, []
+        pieces, self._digests = self._digests, []
 
         def remove() -> None:
             for digest in pieces:
-                self._chunks.path(digest).unlink(missing_ok=True)
+                self._chunks.chunk_path(digest).unlink(missing_ok=True)
 
-        await self._run(remove, deadline_s=FILE_S)
+        await self._run_blocking(remove, deadline_s=FILE_TIMEOUT_S)
 
     def close(self) -> None:
         self._server.close()
         shutil.rmtree(self._chunks.directory, ignore_errors=True)
 
-    def _write(self, numbers: NDArray[np.float32]) -> list[str]:
+    def _write_pieces(self, numbers: NDArray[np.float32]) -> list[str]:
         content = numbers.view(np.uint8).data
         pieces = []
         for start in range(0, len(content), PIECE_BYTES):
             piece = content[start : start + PIECE_BYTES]
-            pieces.append(digest_of(piece))
-            self._pieces.append(pieces[-1])
-            write(piece, self._chunks.path(pieces[-1]))
+            pieces.append(compute_digest(piece))
+            self._digests.append(pieces[-1])
+            write_gradient_file(piece, self._chunks.chunk_path(pieces[-1]))
         return pieces
 
 
-async def collect(
-    mesh: Mesh, bulk: BulkClient, name: str, pieces: Sequence[str], size: int, address: str = ""
+async def fetch_gradient(
+    mesh: Mesh,
+    bulk: BulkClient,
+    name: str,
+    digests: Sequence[str],
+    element_count: int,
+    address: str = "",
 ) -> NDArray[np.float32]:
     """The gradient of `size` numbers that the process `name` has put, at its own bulk port or at
     another `address`; PeerLost, and BadMessage when it is not that long.
@@ -94,30 +102,34 @@ async def collect(
         raise PeerLost(f"{name} has gone with its gradient", where=name)
     if address:
         entry = replace(entry, bulk=address)
-    whole = np.empty(size, np.float32)
+    whole = np.empty(element_count, np.float32)
     room, start = whole.view(np.uint8).data, 0
-    if len(pieces) != -(-len(room) // PIECE_BYTES):
-        raise BadMessage(f"{len(pieces)} pieces for a gradient of {size} numbers", where=name)
-    for digest in pieces:
-        piece = await bulk.get(entry, digest, deadline_s=PIECE_S)
+    if len(digests) != -(-len(room) // PIECE_BYTES):
+        raise BadMessage(
+            f"{len(digests)} pieces for a gradient of {element_count} numbers", where=name
+        )
+    for digest in digests:
+        piece = await bulk.fetch_chunk(entry, digest, deadline_s=PIECE_TIMEOUT_S)
         part = room[start : start + PIECE_BYTES]
         if len(piece) != len(part):
-            what = f"a piece of {len(piece)} bytes for a gradient of {size} numbers"
+            what = f"a piece of {len(piece)} bytes for a gradient of {element_count} numbers"
             raise BadMessage(what, where=name)
-        await mesh.host.run_blocking(part.__setitem__, slice(None), piece, deadline_s=PIECE_S)
+        await mesh.host.run_blocking(
+            part.__setitem__, slice(None), piece, deadline_s=PIECE_TIMEOUT_S
+        )
         start += len(part)
     return whole
 
 
-def read(path: str, size: int) -> NDArray[np.float32]:
+def map_gradient_file(path: str, element_count: int) -> NDArray[np.float32]:
     """A gradient on a shelf, of which only what is looked at is read."""
-    return np.memmap(path, np.float32, "r", shape=(size,))
+    return np.memmap(path, np.float32, "r", shape=(element_count,))
 
 
-def write(content: memoryview, path: Path) -> None:
+def write_gradient_file(content: memoryview, path: Path) -> None:
     """Writes a file, not durably; StorageFull."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise failure(error, path) from error
+        raise make_write_error(error, path) from error

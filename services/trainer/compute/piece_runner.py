@@ -9,19 +9,24 @@ from functools import partial, update_wrapper
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from meshrl.common.base.clock import Clock
-from meshrl.common.base.errors import Damaged, RankLost
+from meshrl.common.base.errors import CorruptData, RankLost
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.pace import LATE, TrainingPace, declared_pace, training_profile
-from meshrl.common.mesh.residents.tiers import Nap
-from meshrl.common.mesh.residents.turns import Turns
+from meshrl.common.job.emulation import (
+    LATE_SHARE,
+    EmulatedTrainingSpeed,
+    parse_emulation_scale,
+    parse_training_speed,
+)
+from meshrl.common.mesh.instances.tiers import SleepTimer
+from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.trainer.bins.packing import Bin
 
 T = TypeVar("T")
 
 
-class Padding:
+class EmulationTimer:
     """Work slowed down to the speed of an emulated accelerator; what took longer by over LATE of
     its time is counted.
 
@@ -31,22 +36,22 @@ class Padding:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._steps, self._late = 0, 0
+        self._emulated_steps, self._late_steps = 0, 0
 
     @property
-    def late(self) -> dict[str, int]:
-        return {"paced": self._steps, "late": self._late}
+    def late_counts(self) -> dict[str, int]:
+        return {"paced": self._emulated_steps, "late": self._late_steps}
 
-    async def take(self, seconds: float, work: Callable[[], Awaitable[T]]) -> T:
+    async def run_padded(self, min_s: float, work: Callable[[], Awaitable[T]]) -> T:
         """What `work` returns, no sooner than after so long."""
         clock = self._clock
         began = clock.monotonic()
         found = await work()
-        left_s = began + seconds - clock.monotonic()
+        left_s = began + min_s - clock.monotonic()
         if left_s > 0:
             await clock.sleep(left_s)
-        self._steps += 1
-        self._late += clock.monotonic() - began > (1.0 + LATE) * seconds
+        self._emulated_steps += 1
+        self._late_steps += clock.monotonic() - began > (1.0 + LATE_SHARE) * min_s
         return found
 
 
@@ -54,21 +59,27 @@ P = ParamSpec("P")
 
 
 class PieceKind(NamedTuple):
-    slice: str = ""  # what its time slice is for; empty: it needs none
-    step: bool = False  # it belongs to a step, and waits while steps are held
+    slice_purpose: str = ""  # what its time slice is for; empty: it needs none
+    is_step_work: bool = False  # it belongs to a step, and waits while steps are held
     # seconds on an emulated accelerator, from the arguments of the piece
-    paced_s: Callable[..., float] | None = None
+    predict_emulated_s: Callable[..., float] | None = None
 
 
-def longest(round: Sequence[Bin]) -> int:
+def count_longest_bin_tokens(round: Sequence[Bin]) -> int:
     """Tokens of the longest bin: all ranks are equally fast."""
     return max(len(bin.tokens) for bin in round)
 
 
-BEGIN = PieceKind(step=True)
-TRAIN = PieceKind("train_step", True, lambda pace, index, round: pace.train_s(longest(round)))
+BEGIN = PieceKind(is_step_work=True)
+TRAIN = PieceKind(
+    "train_step",
+    True,
+    lambda pace, index, round: pace.compute_gradient_s(count_longest_bin_tokens(round)),
+)
 UPDATE = PieceKind("train_step", True, lambda pace, *_: pace.update_s)
-SCORE = PieceKind("score", True, lambda pace, bins, what: pace.score_s(longest(bins)))
+SCORE = PieceKind(
+    "score", True, lambda pace, bins, what: pace.compute_score_s(count_longest_bin_tokens(bins))
+)
 CHANGE = PieceKind()
 SYNC = PieceKind("sync")
 SAVE = PieceKind("save")
@@ -78,95 +89,114 @@ class PieceRunner:
     """What does not compute takes no time slice; a piece waits for the core to be awake."""
 
     def __init__(
-        self, mesh: Mesh, turns: Turns | None = None, pace: TrainingPace | None = None
+        self,
+        mesh: Mesh,
+        time_slices: SliceClient | None = None,
+        emulation: EmulatedTrainingSpeed | None = None,
     ) -> None:
-        self.turns = turns or Turns(mesh, "", "", 0)
-        self.nap = Nap(mesh.clock)
-        self.keeping = asyncio.Lock()  # a gradient is added; of this, too, there is none asleep
-        self._pace, self._padding = pace, Padding(mesh.clock)
-        self._one = asyncio.Lock()
-        self._computing = asyncio.Lock()  # held by a piece whose caller has gone, too
-        self._go_on = asyncio.Event()
-        self._go_on.set()
-        self._lost: RankLost | None = None  # why there is no state to compute with
+        self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
+        self.sleep_timer = SleepTimer(mesh.clock)
+        self.gradient_lock = (
+            asyncio.Lock()
+        )  # a gradient is added; of this, too, there is none asleep
+        self._emulation, self._emulation_timer = emulation, EmulationTimer(mesh.clock)
+        self._piece_lock = asyncio.Lock()
+        self._compute_lock = asyncio.Lock()  # held by a piece whose caller has gone, too
+        self._steps_allowed = asyncio.Event()
+        self._steps_allowed.set()
+        self._loss: RankLost | None = None  # why there is no state to compute with
 
     @classmethod
-    def of(cls, mesh: Mesh, data: JobData, seat: Seat) -> PieceRunner:
+    def from_placement(cls, mesh: Mesh, data: JobData, placement: Placement) -> PieceRunner:
         """Return the runner of a core in this seat."""
-        turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+        turns = SliceClient(
+            mesh,
+            placement.keeper,
+            placement.resident,
+            placement.generation,
+            enabled=placement.turns,
+        )
         text = data.config.training.pace
-        paced = text and declared_pace(text) is None  # else each rank has a pace of its own
-        return cls(mesh, turns, training_profile(text) if paced else None)
+        paced = text and parse_emulation_scale(text) is None  # else each rank has a pace of its own
+        return cls(mesh, turns, parse_training_speed(text) if paced else None)
 
     @property
-    def late(self) -> dict[str, int]:
-        """See `Padding.late`; empty without a pace."""
-        return self._padding.late if self._pace is not None else {}
+    def late_counts(self) -> dict[str, int]:
+        """See `EmulationTimer.late_counts`; empty without a pace."""
+        return self._emulation_timer.late_counts if self._emulation is not None else {}
 
     async def run(self, kind: PieceKind, work: Callable[..., Awaitable[T]], *args: Any) -> T:
         async def compute() -> T:
-            async with self._computing:
+            async with self._compute_lock:
                 return await work(*args)
 
         piece: Callable[[], Awaitable[T]] = compute
-        if self._pace is not None and kind.paced_s is not None:
-            piece = partial(self._padding.take, kind.paced_s(self._pace, *args), compute)
-        async with self._turn_of(kind):
-            if self._lost is not None:
-                raise self._lost
-            return await (self.turns.run(kind.slice, piece) if kind.slice else piece())
+        if self._emulation is not None and kind.predict_emulated_s is not None:
+            piece = partial(
+                self._emulation_timer.run_padded,
+                kind.predict_emulated_s(self._emulation, *args),
+                compute,
+            )
+        async with self._piece_slot(kind):
+            if self._loss is not None:
+                raise self._loss
+            return await (
+                self.time_slices.run_in_slice(kind.slice_purpose, piece)
+                if kind.slice_purpose
+                else piece()
+            )
 
     @asynccontextmanager
-    async def _turn_of(self, kind: PieceKind) -> AsyncIterator[None]:
+    async def _piece_slot(self, kind: PieceKind) -> AsyncIterator[None]:
         while True:
-            if kind.step:
-                await self._go_on.wait()
-            async with self._one:
-                if not kind.step or self._go_on.is_set():
+            if kind.is_step_work:
+                await self._steps_allowed.wait()
+            async with self._piece_lock:
+                if not kind.is_step_work or self._steps_allowed.is_set():
                     yield
                     return
 
     @asynccontextmanager
-    async def forming(self) -> AsyncIterator[None]:
+    async def rebuild_state(self) -> AsyncIterator[None]:
         """Enter to make the state anew that pieces compute with."""
-        async with self._one:
+        async with self._piece_lock:
             yield
-            self._lost = None
+            self._loss = None
 
-    async def hold(self) -> None:
+    async def pause_steps(self) -> None:
         """Return when no piece of a step runs; none begins until `let_go`."""
-        self._go_on.clear()
-        async with self._one:
+        self._steps_allowed.clear()
+        async with self._piece_lock:
             return
 
-    def let_go(self) -> None:
-        self._go_on.set()
+    def resume_steps(self) -> None:
+        self._steps_allowed.set()
 
     @asynccontextmanager
-    async def falling_asleep(self) -> AsyncIterator[None]:
+    async def enter_sleep(self) -> AsyncIterator[None]:
         """Enter between two pieces, to save them; none runs until `waking`, if that works."""
-        await self._one.acquire()
+        await self._piece_lock.acquire()
         try:
-            await self.keeping.acquire()
+            await self.gradient_lock.acquire()
             try:
                 yield
             except BaseException:
-                self.keeping.release()
+                self.gradient_lock.release()
                 raise
         except BaseException:
-            self._one.release()
+            self._piece_lock.release()
             raise
-        self.nap.began()
+        self.sleep_timer.start()
 
     @asynccontextmanager
-    async def waking(self) -> AsyncIterator[None]:
+    async def exit_sleep(self) -> AsyncIterator[None]:
         """Enter to take back what was saved; pieces go on after it. After Damaged they raise
         RankLost, until the state is formed anew; after another error it sleeps on.
         """
         try:
             yield
-        except Damaged as error:
-            self._lost = RankLost(
+        except CorruptData as error:
+            self._loss = RankLost(
                 f"what it kept while it slept is lost: {error}",
                 fix="it goes on from the last committed step",
             )
@@ -175,20 +205,20 @@ class PieceRunner:
         self._wake()
 
     def _wake(self) -> None:
-        self.nap.ended()
-        self.keeping.release()
-        self._one.release()
+        self.sleep_timer.stop()
+        self.gradient_lock.release()
+        self._piece_lock.release()
 
 
-class _Computes(Protocol):
+class _HasRunner(Protocol):
     runner: PieceRunner
 
 
-S = TypeVar("S", bound=_Computes)
+S = TypeVar("S", bound=_HasRunner)
 Method = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
-def piece(kind: PieceKind) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
+def run_as_piece(kind: PieceKind) -> Callable[[Method[S, P, T]], Method[S, P, T]]:
     """Have an object's `runner` run a method of it, as a piece of this kind."""
 
     def decorate(method: Method[S, P, T]) -> Method[S, P, T]:

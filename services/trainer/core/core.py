@@ -4,77 +4,77 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.stats import CoreStats
 from meshrl.common.api.trainer import (
-    BroadcastPlace,
-    Gather,
-    LeaveHybrids,
-    Restaged,
+    BroadcastPlan,
+    BroadcastRequest,
+    LeaveRequest,
+    RestageResult,
     RoundLease,
     RoundRequest,
     RoundResult,
     Trainer,
 )
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import NotFound, RankLost, Refused
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.residents.tiers import Tiers
+from meshrl.common.mesh.instances.tiers import TierController
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import events, jobs
-from meshrl.common.state.pool.demand import measured
-from meshrl.common.state.pool.workers.seat import Seat
+from meshrl.common.state.pool.demand import measurements
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.ways.broadcasting import Broadcasts, files_here
-from meshrl.kernels.cost import Calibration, expected
-from meshrl.services.trainer.core.committing import Commits
-from meshrl.services.trainer.core.counters import StepCounters
-from meshrl.services.trainer.core.first_version import FirstVersion
-from meshrl.services.trainer.core.position import CommittedVersion, Position
+from meshrl.common.weights.transports.broadcaster import Broadcaster, make_store_opener
+from meshrl.kernels.bin_cost import CostCalibration, estimate_from_flops
+from meshrl.services.trainer.core.core_sleep import CoreSleeper
+from meshrl.services.trainer.core.first_version import FirstVersionBuilder
+from meshrl.services.trainer.core.position import CommittedVersion, TrainingPosition
 from meshrl.services.trainer.core.recovery import Recovery
-from meshrl.services.trainer.core.sleeping import CoreSleeper
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.hybrids.gradients import Gradients
-from meshrl.services.trainer.initial.beginning import outline
-from meshrl.services.trainer.steps.batch import Refill, staleness
-from meshrl.services.trainer.steps.intake import Intake
-from meshrl.services.trainer.steps.step import TrainingStep
-from meshrl.services.trainer.steps.timing import StepTimes
-from meshrl.services.trainer.versions.checkpointing import Checkpoints
-from meshrl.services.trainer.versions.publishing import Publisher
-from meshrl.services.trainer.versions.restoring import Restoring
+from meshrl.services.trainer.core.step_commits import StepCommitter
+from meshrl.services.trainer.core.step_counters import StepCounters
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.hybrids.gradient_collector import GradientCollector
+from meshrl.services.trainer.initialization.initial_weights import describe_model
+from meshrl.services.trainer.steps.batch import RefillPolicy, compute_staleness
+from meshrl.services.trainer.steps.group_intake import GroupIntake
+from meshrl.services.trainer.steps.step_traces import StepTraceWriter
+from meshrl.services.trainer.steps.training_step import TrainingStep
+from meshrl.services.trainer.versions.checkpointing import CheckpointWriter
+from meshrl.services.trainer.versions.publishing import VersionPublisher
+from meshrl.services.trainer.versions.restoring import CheckpointRestorer
 
-LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
+MAX_RANK_LOSSES = 3  # losses in a row at one step that end the job: repeating mends nothing
 
 
-class RankLosses:
+class RankLossCounter:
     """`in_a_row`: those since the last step that got done."""
 
     def __init__(self, mesh: Mesh, job: str) -> None:
         self._mesh, self._job = mesh, job
-        self.in_a_row = 0
+        self.consecutive = 0
 
-    async def note(self, error: RankLost) -> None:
+    async def record(self, error: RankLost) -> None:
         """Tell of a loss, once; raise `error` when it is one too many, Fenced without a lease."""
         mesh = self._mesh
-        self.in_a_row += 1
+        self.consecutive += 1
         mesh.telemetry.log.warning("step cut off", error=str(error))
         fields = {"job": self._job, "why": str(error)}
-        operation = mesh.random.token(8)
-        await patiently(
+        operation = mesh.random.hex_token(8)
+        await retry(
             mesh.clock,
-            lambda: events.append_as(
+            lambda: events.append_fenced_event(
                 mesh.state, mesh.name, mesh.token, "rank_lost", fields, operation
             ),
         )
-        if self.in_a_row == LOSSES:
+        if self.consecutive == MAX_RANK_LOSSES:
             raise error
 
 
-PHASE_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
+PHASE_POLL_S = 0.1  # between two looks whether the job trains: evaluations before it take minutes
 
 
 class TrainerCore(Actor):
@@ -82,239 +82,264 @@ class TrainerCore(Actor):
 
     interface = Trainer
 
-    def __init__(self, mesh: Mesh, data: JobData, seat: Seat, compute: Compute) -> None:
-        self.mesh, self.data, self.seat = mesh, data, seat
+    def __init__(
+        self, mesh: Mesh, data: JobData, placement: Placement, compute: GangCompute
+    ) -> None:
+        self.mesh, self.data, self.placement = mesh, data, placement
         self.compute, self.runner = compute, compute.runner
-        self.turns, self.nap = self.runner.turns, self.runner.nap
+        self.time_slices, self.sleep_timer = self.runner.time_slices, self.runner.sleep_timer
         self.bulk = BulkClient(mesh)
-        self.ready = False
+        self.is_ready = False
         self.phase = "starting"  # phase of its work, for its published counters
-        self._entered = 0  # phases so far
-        self.position = Position()
-        training, (model, parameters) = data.config.training, outline(data)
-        prior = expected(parameters, model.heads * model.head_dim, model.layers)
-        costs = Calibration(prior, training.bin_tokens)
-        self.gradients = Gradients(mesh, compute, seat.resident, training.bin_deadline_s, costs)
-        self.gradients.idle_s = lambda: self.nap.total_s + self.turns.waited_s
-        self.publisher = Publisher(mesh, data, compute)
-        files = files_here(mesh, self.bulk)
-        self.broadcasts = Broadcasts(mesh, files, data.config.rollout.broadcast)
-        self.intake = Intake(mesh, self.bulk, data.id)
+        self._phase_count = 0  # phases so far
+        self.position = TrainingPosition()
+        training, (model, parameters) = data.config.training, describe_model(data)
+        prior = estimate_from_flops(parameters, model.heads * model.head_dim, model.layers)
+        costs = CostCalibration(prior, training.bin_tokens)
+        self.gradients = GradientCollector(
+            mesh, compute, placement.resident, training.bin_deadline_s, costs
+        )
+        self.gradients.measure_idle_s = lambda: (
+            self.sleep_timer.total_s + self.time_slices.wait_time_s
+        )
+        self.publisher = VersionPublisher(mesh, data, compute)
+        files = make_store_opener(mesh, self.bulk)
+        self.broadcasts = Broadcaster(mesh, files, data.config.rollout.broadcast)
+        self.intake = GroupIntake(mesh, self.bulk, data.id)
         self.counters = StepCounters(mesh, self.runner, self.intake)
-        self.checkpoints = Checkpoints(mesh, data, compute, model, self.publisher, self.enter)
-        self.first = FirstVersion(mesh, data, compute)
-        self.commits = Commits(self)
-        self.times = StepTimes(mesh, data)
-        self.gradients.timed, self.checkpoints.timed = self.times.round, self.times.checkpoint
+        self.checkpoints = CheckpointWriter(
+            mesh, data, compute, model, self.publisher, self.enter_phase
+        )
+        self.first_version = FirstVersionBuilder(mesh, data, compute)
+        self.committer = StepCommitter(self)
+        self.step_traces = StepTraceWriter(mesh, data)
+        self.gradients.on_round_computed, self.checkpoints.on_written = (
+            self.step_traces.add_round,
+            self.step_traces.add_checkpoint,
+        )
         self.sleeper = CoreSleeper(self)
-        self.tiers = Tiers(mesh, self.sleeper, *mesh.settings.places, turns=self.turns.settle)
+        self.tiers = TierController(
+            mesh,
+            self.sleeper,
+            *mesh.settings.offload_targets,
+            set_time_slicing=self.time_slices.set_enabled,
+        )
 
     async def stop(self) -> None:
         await self.publisher.stop()
         await self.broadcasts.stop()
         await self.tiers.stop()
-        await self.times.close()
+        await self.step_traces.close()
 
-    def enter(self, phase: str, step: int) -> None:
+    def enter_phase(self, phase: str, step: int) -> None:
         """A step goes through waiting, computing, updating, staging, checkpointing, committing and
         telling; a checkpoint's writing goes on beside the next ones. Before the first one there is
         restoring and replaying.
         """
         self.phase = phase
-        self.times.enter(phase)
-        self._entered += 1
+        self.step_traces.enter_phase(phase)
+        self._phase_count += 1
         if phase == "updating":
-            self.position.updating = step
+            self.position.updating_step = step
 
     def stats(self) -> CoreStats:
-        counters, gradients, late = self.counters, self.gradients, self.compute.late
+        counters, gradients, late = self.counters, self.gradients, self.compute.late_counts
         return CoreStats(
             paced=late.get("paced"),
             late=late.get("late"),
-            ready=self.ready,
-            published=self.publisher.published,
+            ready=self.is_ready,
+            published=self.publisher.published_dtypes,
             phase=self.phase,
-            progress=[self._entered, self.first.fraction, sum(gradients.busy_s.values())],
+            progress=[
+                self._phase_count,
+                self.first_version.warm_start_fraction,
+                sum(gradients.busy_s.values()),
+            ],
             step=self.position.version,
             tokens=counters.tokens,
             busy_s=counters.busy_s,
             wait_s=counters.wait_s,
-            work=measured.told(counters.work(gradients)),
-            parts=counters.parts.last_seconds,
-            bin_tokens_per_s=gradients.rates,
-            warm_start=self.first.fraction,
-            hybrids=gradients.hybrids.stages(),
+            work=measurements.encode_work(counters.get_work(gradients)),
+            parts=counters.part_timer.rounded_last_step_s,
+            bin_tokens_per_s=gradients.bin_tokens_per_s,
+            warm_start=self.first_version.warm_start_fraction,
+            hybrids=gradients.hybrids.get_stages(),
         )
 
-    def published(self) -> dict[str, Any]:
-        residents = self.seat.stats() | self.tiers.stats() | self.turns.stats()
-        return residents | self.publisher.stats() | self.stats().encoded()
+    def collect_stats(self) -> dict[str, Any]:
+        residents = self.placement.initial_stats() | self.tiers.stats() | self.time_slices.stats()
+        return residents | self.publisher.stats() | self.stats().encode()
 
     # -- hybrids ---------------------------------------------------------------------------------
 
-    @call(Trainer.join)
-    def join(self, helper: str) -> int:
-        if why := self.publisher.unhelped:
+    @call(Trainer.join_hybrid)
+    def join(self, instance: str) -> int:
+        if why := self.publisher.hybrid_rejection:
             raise Refused(why, where=self.mesh.name, fix="set training.dtype to rollout.dtype")
-        return self.gradients.joined(helper)
+        return self.gradients.add_hybrid(instance)
 
-    @call(Trainer.leave)
-    def leave(self, request: LeaveHybrids) -> None:
-        self.gradients.left(request.helper, request.generation)
+    @call(Trainer.leave_hybrid)
+    def leave(self, request: LeaveRequest) -> None:
+        self.gradients.remove_hybrid(request.instance, request.generation)
 
     @call(Trainer.lease_round)
     async def lease_round(self, request: RoundRequest) -> RoundLease:
-        lease = await self.gradients.lease(request)
-        return lease or RoundLease(epoch="", index=-1, manifest="", bins=[])
+        lease = await self.gradients.lease_round(request)
+        return lease or RoundLease(update_id="", index=-1, manifest="", bins=[])
 
-    @call(Trainer.round_done)
-    async def round_done(self, result: RoundResult) -> None:
-        await self.gradients.done(result)
+    @call(Trainer.complete_round)
+    async def complete_round(self, result: RoundResult) -> None:
+        await self.gradients.accept_result(result)
 
-    @call(Trainer.gather)
-    async def gather(self, request: Gather) -> BroadcastPlace:
+    @call(Trainer.join_broadcast)
+    async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
         """Where hosts that lack the version committed last meet to have it by broadcast."""
-        await self.broadcasts.publish(self.position.manifest)
-        return await self.broadcasts.gather(request)
+        await self.broadcasts.set_version(self.position.manifest)
+        return await self.broadcasts.join_broadcast(request)
 
-    @call(Trainer.restage)
-    async def restage(self, manifest: str) -> Restaged:
+    @call(Trainer.restage_version)
+    async def restage(self, manifest: str) -> RestageResult:
         """Writes the current version again, as long as no update has changed the weights."""
         position = self.position
-        ready = self.intake.awake.is_set() and self.ready
+        ready = self.intake.is_awake.is_set() and self.is_ready
         if not ready or manifest != position.manifest:
-            return Restaged(False, later=True)
+            return RestageResult(False, retry_later=True)
 
         async def mended() -> bool:
             """From the last checkpoint, where other ranks have cut its chunks otherwise."""
-            about = self.mesh, self.bulk, self.data, self.compute, self.enter
-            name = self.checkpoints.name
-            return bool(name) and await Restoring(*about).mended(name, manifest)
+            about = self.mesh, self.bulk, self.data, self.compute, self.enter_phase
+            name = self.checkpoints.last_name
+            return bool(name) and await CheckpointRestorer(*about).repair_version(name, manifest)
 
-        about = position.born, position.version, manifest
-        done = await self.publisher.joined_staging(*about, mended)
+        about = position.origin_lineage, position.version, manifest
+        done = await self.publisher.join_restaging(*about, mended)
         self.mesh.telemetry.log.warning("restage", manifest=manifest, done=done)
         if done is None:
-            return Restaged(False, later=True)
+            return RestageResult(False, retry_later=True)
         # An evaluation may hold the next version back for long, and it comes.
-        return Restaged(done, later=not done and position.updating > position.version)
+        return RestageResult(
+            done, retry_later=not done and position.updating_step > position.version
+        )
 
     @call(Trainer.drain)
     def drain(self, request: str) -> None:
         """A step that is cut off is repeated by the next core, from its own lease of the groups."""
 
-    @call(Trainer.settle)
-    async def settle(self, wish: Settle) -> Settled:
-        return await self.tiers.settle(wish)
+    @call(Trainer.set_tier)
+    async def set_tier(self, desired: SetTier) -> TierUsage:
+        return await self.tiers.set_tier(desired)
 
-    def standing(self, tier: str = "") -> dict[str, Any]:
+    def describe_state(self, tier: str = "") -> dict[str, Any]:
         """Describe the weights as they are now, kept at `tier`, for a process to go on from."""
-        return self.position.described() | {
+        return self.position.describe() | {
             "job": self.data.id,
             "tier": str(tier),
             "ranks": self.compute.division.told,
-            "checkpoint": self.checkpoints.name,
-            "checkpoint_step": self.checkpoints.step,
+            "checkpoint": self.checkpoints.last_name,
+            "checkpoint_step": self.checkpoints.last_step,
         }
 
-    def go_on_from(self, there: CommittedVersion) -> None:
+    def resume_from(self, committed: CommittedVersion) -> None:
         """The compute stands at a committed version, and the job with it."""
-        self.position.go_on_from(there)
-        self.checkpoints.name, self.checkpoints.step = there.checkpoint, there.checkpoint_step
-        self.gradients.announce(self.position.manifest)
+        self.position.resume_from(committed)
+        self.checkpoints.last_name, self.checkpoints.last_step = (
+            committed.checkpoint,
+            committed.checkpoint_step,
+        )
+        self.gradients.announce_weights(self.position.manifest)
 
     # -- life ------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
         """Puts the learner where the job stands; makes version 0 if there is none."""
-        row = await self._row()
-        await self.checkpoints.clear(row.checkpoint)
+        row = await self._read_job()
+        await self.checkpoints.clear_unfinished(row.checkpoint)
         if row.version < 0:
             if row.phase == jobs.Phase.QUEUED:
-                await self._phase(jobs.Phase.WARM_START)
+                await self._set_job_phase(jobs.Phase.WARM_START)
             self.position.lineage = row.lineage  # above 0 where Redis has lost what there was
             with self.mesh.loading():
-                cached = await self.first.make()
-            await self.commits.first(cached)
+                cached = await self.first_version.build()
+            await self.committer.commit_first_version(cached)
         else:
-            await self.compute.form()
-            self.first.adapt()
+            await self.compute.form_group()
+            self.first_version.add_adapters()
             with self.mesh.loading():
-                if not await self.sleeper.resumed(row):
-                    await self._recover(row)
-            await self.publisher.look(self.position.manifest)
-        if why := self.publisher.unhelped:
+                if not await self.sleeper.try_resume(row):
+                    await self._recover_state(row)
+            await self.publisher.load_version(self.position.manifest)
+        if why := self.publisher.hybrid_rejection:
             self.mesh.telemetry.log.warning("no helpers", why=why)
-        self.first.fraction = 1.0
+        self.first_version.warm_start_fraction = 1.0
         if row.phase in (jobs.Phase.QUEUED, jobs.Phase.WARM_START):
-            await self._phase(jobs.Phase.BASELINE)
-        self.ready = True
+            await self._set_job_phase(jobs.Phase.BASELINE)
+        self.is_ready = True
         await self.mesh.publish()  # its worker waits for this, and the next renewal is late
 
-    async def _recover(self, row: jobs.JobRow) -> None:
-        self.position.whole = False
-        self.go_on_from(await Recovery(self).recover(row))
+    async def _recover_state(self, row: jobs.JobRow) -> None:
+        self.position.is_complete = False
+        self.resume_from(await Recovery(self).recover(row))
 
     def _make_step(self, number: int, manifest: str, config: JobConfig) -> TrainingStep:
         about = self.mesh, config, self.compute, self.gradients, number, manifest
-        return TrainingStep(*about, self.enter, self.times.intake)
+        return TrainingStep(*about, self.enter_phase, self.step_traces.intake)
 
-    async def _row(self) -> jobs.JobRow:
-        row = await patiently(self.mesh.clock, lambda: jobs.job(self.mesh.state, self.data.id))
+    async def _read_job(self) -> jobs.JobRow:
+        row = await retry(self.mesh.clock, lambda: jobs.read_job(self.mesh.state, self.data.id))
         if row is None:
             raise NotFound(f"the job {self.data.id} is not in Redis any more")
         return row
 
-    async def _phase(self, phase: jobs.Phase) -> None:
+    async def _set_job_phase(self, phase: jobs.Phase) -> None:
         mesh = self.mesh
         about = mesh.state, self.data.id, phase, mesh.token, mesh.name
-        await patiently(mesh.clock, lambda: jobs.set_phase(*about))
+        await retry(mesh.clock, lambda: jobs.set_phase(*about))
 
-    async def train(self) -> None:
+    async def run_steps(self) -> None:
         """Step until the budget is spent, while the job trains; RankLost when none gets done."""
-        row, losses = await self._row(), RankLosses(self.mesh, self.data.id)
+        row, losses = await self._read_job(), RankLossCounter(self.mesh, self.data.id)
         budget = self.data.config.budget.steps
         while self.position.version < budget:
             if row.phase != jobs.Phase.TRAINING:
-                await self.mesh.clock.sleep(PHASE_S)
-                row = await self._row()
+                await self.mesh.clock.sleep(PHASE_POLL_S)
+                row = await self._read_job()
                 continue
             try:
-                if losses.in_a_row:
+                if losses.consecutive:
                     # The gang is formed anew, where the last committed step left the job.
-                    self.enter("forming", self.position.version + 1)
-                    self.position.whole = False
+                    self.enter_phase("forming", self.position.version + 1)
+                    self.position.is_complete = False
                     with self.mesh.loading():
-                        await self.compute.form()
-                        await self.checkpoints.settled()
-                        await self._recover(await self._row())
-                await self._step(self.position.version + 1)
-                losses.in_a_row = 0
+                        await self.compute.form_group()
+                        await self.checkpoints.wait_until_written()
+                        await self._recover_state(await self._read_job())
+                await self._run_step(self.position.version + 1)
+                losses.consecutive = 0
             except RankLost as error:
-                await losses.note(error)
+                await losses.record(error)
         self.phase = "done"
         while True:  # the role process stays until its gang is moved
             await self.mesh.clock.sleep(60.0)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    async def _step(self, step: int) -> None:
+    async def _run_step(self, step: int) -> None:
         counters, gradients = self.counters, self.gradients
-        self.times.begin(step)
-        self.enter("waiting", step)
+        self.step_traces.begin_step(step)
+        self.enter_phase("waiting", step)
         gradients.busy_s = {}
-        counters.begin()
-        refill = Refill(self.data.config)
+        counters.begin_step()
+        refill = RefillPolicy(self.data.config)
         longest = self.data.config.algorithm.max_staleness
 
-        def stale(group: Group) -> bool:  # whatever its row in Redis says
-            return staleness(group, self.position.version) > longest
+        def stale(group: TrajectoryGroup) -> bool:  # whatever its row in Redis says
+            return compute_staleness(group, self.position.version) > longest
 
-        groups = self.intake.groups(step, stale, refill.replaces)
+        groups = self.intake.stream_groups(step, stale, refill.try_replace)
         done = await self._make_step(step, self.position.manifest, self.data.config).run(groups)
-        self.position.computed = step
-        done.batch.refilled = refill.count
-        metrics = counters.metrics(step, done, gradients.busy_s, self.seat.resident)
-        await self.commits.step(step, done, metrics, counters.parts)
-        counters.commit(done.batch.tokens)
-        self.times.ended(done.batch.tokens)
+        self.position.computed_step = step
+        done.batch.refilled_count = refill.replaced_count
+        metrics = counters.build_metrics(step, done, gradients.busy_s, self.placement.resident)
+        await self.committer.commit_step(step, done, metrics, counters.part_timer)
+        counters.commit_step(done.batch.token_count)
+        self.step_traces.end_step(done.batch.token_count)

@@ -6,70 +6,82 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from meshrl.common.api.ranks import COMPUTE_S
-from meshrl.common.base.files import damage
+from meshrl.common.api.ranks import COMPUTE_TIMEOUT_S
+from meshrl.common.base.files import corruption
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import events
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.initial.beginning import Pieces, Tell, adapt, first_weights, start
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.initialization.initial_weights import (
+    ReportCorruption,
+    StepwiseWork,
+    add_adapters,
+    create_first_weights,
+    initialize_learner,
+)
 
 T = TypeVar("T")
 
 SLICE_S = 0.2  # of a warm start, until others of the gang have their turns: as engines have
 
 
-class FirstVersion:
+class FirstVersionBuilder:
     """Makes version 0; `fraction` says how much of its warm start is done."""
 
-    def __init__(self, mesh: Mesh, data: JobData, compute: Compute) -> None:
+    def __init__(self, mesh: Mesh, data: JobData, compute: GangCompute) -> None:
         self._mesh, self._data, self._compute = mesh, data, compute
-        self._learner = compute.alone
-        self.fraction = 0.0
+        self._learner = compute.local_learner
+        self.warm_start_fraction = 0.0
 
-    def adapt(self) -> None:
+    def add_adapters(self) -> None:
         """Give a learner of one process its adapters; ranks make theirs with them."""
         if self._learner is not None:
-            adapt(self._data, self._learner)
+            add_adapters(self._data, self._learner)
 
-    async def make(self) -> bool:
+    async def build(self) -> bool:
         """Compute with version 0 from now on; True when its warm start was in the cache."""
         total = max(1, self._data.config.warm_start.steps)
 
         def progress(step: int, loss: float) -> None:
-            self.fraction = step / total
+            self.warm_start_fraction = step / total
 
         damaged: list[dict[str, Any]] = []
-        cached = await self._made(progress, damaged.append)
+        cached = await self._build_weights(progress, damaged.append)
         for told in damaged:
-            append = partial(events.append, self._mesh.state, damage.EVENT, told)
-            await patiently(self._mesh.clock, append)
+            append = partial(events.append, self._mesh.state, corruption.CORRUPTION_EVENT, told)
+            await retry(self._mesh.clock, append)
         return cached
 
-    async def _made(self, progress: Callable[[int, float], None], tell: Tell) -> bool:
+    async def _build_weights(
+        self, progress: Callable[[int, float], None], report_corruption: ReportCorruption
+    ) -> bool:
         if self._learner is not None:
-            return await self.in_slices(start(self._data, self._learner, progress, tell))
-        weights, cached = await self.in_slices(first_weights(self._data, progress, tell))
-        await self._compute.form()  # now, because ranks hold memory from here on
+            return await self.run_in_slices(
+                initialize_learner(self._data, self._learner, progress, report_corruption)
+            )
+        weights, cached = await self.run_in_slices(
+            create_first_weights(self._data, progress, report_corruption)
+        )
+        await self._compute.form_group()  # now, because ranks hold memory from here on
         if weights is not None:
-            await self._compute.take(weights)
+            await self._compute.load_weights(weights)
         return cached
 
-    async def in_slices(self, pieces: Pieces[T]) -> T:
+    async def run_in_slices(self, work: StepwiseWork[T]) -> T:
         """Return what `pieces` returns: a time slice for as many as take `SLICE_S`."""
         clock, found = self._mesh.clock, list[T]()
 
         def compute() -> None:
             until = clock.monotonic() + SLICE_S
             try:
-                next(pieces)
+                next(work)
                 while clock.monotonic() < until:
-                    next(pieces)
+                    next(work)
             except StopIteration as ended:
                 found.append(ended.value)
 
-        slice = partial(self._mesh.host.run_blocking, compute, deadline_s=COMPUTE_S)
+        slice = partial(self._mesh.host.run_blocking, compute, deadline_s=COMPUTE_TIMEOUT_S)
         while not found:
-            await self._compute.runner.turns.run("warm_start", slice)
+            await self._compute.runner.time_slices.run_in_slice("warm_start", slice)
         return found[0]

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 from meshrl.common.api.weights import Checkpoint
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.job.changing import as_it_was
+from meshrl.common.job.change_rules import restore_recorded
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.runtime.patience import patiently
+from meshrl.common.mesh.runtime.retry_policy import retry
 from meshrl.common.state import jobs, steps
-from meshrl.common.weights.staging import keep
-from meshrl.services.trainer.core.committing import names_of
+from meshrl.common.weights.staging import stage_manifest
 from meshrl.services.trainer.core.position import CommittedVersion
+from meshrl.services.trainer.core.step_commits import build_version_names
 from meshrl.services.trainer.versions.publishing import VersionIdentity
-from meshrl.services.trainer.versions.restoring import Restoring
+from meshrl.services.trainer.versions.restoring import CheckpointRestorer
 
 if TYPE_CHECKING:
     from meshrl.services.trainer.core.core import TrainerCore
@@ -25,17 +25,19 @@ class Recovery:
     def __init__(self, core: TrainerCore) -> None:
         self._core, self._mesh, self._data = core, core.mesh, core.data
         self._compute = core.compute
-        self._restoring = Restoring(core.mesh, core.bulk, core.data, core.compute, core.enter)
-        self._adopted = core.data.config  # what `compute` was made with
+        self._restorer = CheckpointRestorer(
+            core.mesh, core.bulk, core.data, core.compute, core.enter_phase
+        )
+        self._applied_config = core.data.config  # what `compute` was made with
 
     async def recover(self, row: jobs.JobRow) -> CommittedVersion:
         """Replays what the job's checkpoint does not cover. When that does not give the committed
         weights bit by bit, or the checkpoint is damaged and an older one takes its place, a new
         lineage opens at the one that is used. ConfigError when none is whole.
         """
-        name, checkpoint = await self._restoring.usable(row.checkpoint)
+        name, checkpoint = await self._restorer.restore_newest(row.checkpoint)
         if name != row.checkpoint:
-            return await self._reopened(name, checkpoint, row)
+            return await self._open_lineage(name, checkpoint, row)
         if checkpoint.step == row.version and checkpoint.weights != row.manifest:
             raise ConfigError(
                 f"checkpoint {name} holds other weights than version {checkpoint.step}",
@@ -45,15 +47,17 @@ class Recovery:
         # Ranks that divide rounds otherwise than those that made a checkpoint go on from it in a
         # lineage that is new. In one that began there, records say which ranks made the steps.
         alike = checkpoint.account.get("ranks", 1) == self._compute.division.told
-        if (alike or row.lineage > checkpoint.lineage) and await self._replayed(checkpoint, row):
+        if (alike or row.lineage > checkpoint.lineage) and await self._replay_steps(
+            checkpoint, row
+        ):
             born = row.lineage if row.version > checkpoint.step else checkpoint.lineage
             weights = VersionIdentity(row.manifest, row.image, row.masters)
             return CommittedVersion(row.version, row.lineage, weights, born, name, checkpoint.step)
         if row.version > checkpoint.step:
-            await self._restoring.restore(name, checkpoint)
-        return await self._reopened(name, checkpoint, row)
+            await self._restorer.restore(name, checkpoint)
+        return await self._open_lineage(name, checkpoint, row)
 
-    async def _reopened(
+    async def _open_lineage(
         self, name: str, checkpoint: Checkpoint, row: jobs.JobRow
     ) -> CommittedVersion:
         """Open a lineage at a checkpoint; at an older one, prompts since then come again."""
@@ -61,51 +65,53 @@ class Recovery:
         account = checkpoint.account if name != row.checkpoint else None
         about = self._data.id, self._mesh.name, self._mesh.token, checkpoint.step
         weights = VersionIdentity(checkpoint.weights, checkpoint.image, checkpoint.masters)
-        names = names_of(weights, name)
+        names = build_version_names(weights, name)
         reopen = partial(steps.open_lineage, self._mesh.state, *about, names, operation, account)
-        lineage = await patiently(self._mesh.clock, reopen)
+        lineage = await retry(self._mesh.clock, reopen)
         self._mesh.telemetry.log.warning(
             "new lineage", lineage=lineage, version=checkpoint.step, was=row.version
         )
         step, born = checkpoint.step, checkpoint.lineage
         return CommittedVersion(step, lineage, weights, born, name, step)
 
-    async def _replayed(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
+    async def _replay_steps(self, checkpoint: Checkpoint, row: jobs.JobRow) -> bool:
         """Whether the steps since the checkpoint gave the committed version's masters again."""
-        asked = partial(steps.step_records, self._mesh.state, self._data.id, checkpoint.step)
-        records = await patiently(self._mesh.clock, asked)
+        asked = partial(steps.read_step_records, self._mesh.state, self._data.id, checkpoint.step)
+        records = await retry(self._mesh.clock, asked)
         expected = list(range(checkpoint.step + 1, row.version + 1))
         if [record.step for record in records] != expected:
             return False
-        again = await self._repeated(records)
-        await self._adopt(self._data.config)
+        again = await self._repeat_steps(records)
+        await self._apply_config(self._data.config)
         if not again or not records:
             return again
-        self._core.enter("staging", row.version)
-        staged = await self._core.publisher.laid(row.lineage, row.version, checkpoint.weights)
-        if staged.masters != row.masters:
+        self._core.enter_phase("staging", row.version)
+        staged = await self._core.publisher.write_version(
+            row.lineage, row.version, checkpoint.weights
+        )
+        if staged.masters_identity != row.masters:
             return False
         if staged.digest == row.manifest:  # else it was published in another type than it is now
-            await keep(self._mesh, staged)
+            await stage_manifest(self._mesh, staged)
         return True
 
-    async def _repeated(self, records: list[steps.StepRecord]) -> bool:
+    async def _repeat_steps(self, records: list[steps.StepRecord]) -> bool:
         """Does the steps again, each as it was done; False when one of them cannot be."""
         for record in records:
             if record.record.get("ranks") != self._compute.division.told:
                 return False
-            self._core.enter("replaying", record.step)
-            found = await self._core.intake.contents(record.groups)
+            self._core.enter_phase("replaying", record.step)
+            found = await self._core.intake.fetch_groups(record.groups)
             groups = [group for group in found if group is not None]
             if len(groups) < len(found):
                 return False
-            config = as_it_was(self._data.config, record.record.get("settings", {}))
-            await self._adopt(config)
+            config = restore_recorded(self._data.config, record.record.get("settings", {}))
+            await self._apply_config(config)
             step = self._core._make_step(record.step, "", config)
             await step.replay(groups, record.record["updates"])
         return True
 
-    async def _adopt(self, config: JobConfig) -> None:
-        if config is not self._adopted:
-            await self._compute.adopt(config.algorithm, config.optimizer)
-        self._adopted = config
+    async def _apply_config(self, config: JobConfig) -> None:
+        if config is not self._applied_config:
+            await self._compute.update_settings(config.algorithm, config.optimizer)
+        self._applied_config = config

@@ -17,10 +17,10 @@ from enum import StrEnum
 
 from meshrl.common.base.errors import Fenced
 
-SILENT_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
+MAX_SILENCE_S = 60.0  # a hybrid asks every few seconds, but while it computes or fetches
 
 
-class HelperStage(StrEnum):
+class HybridStage(StrEnum):
     """How far a hybrid is on its way to computing rounds."""
 
     REQUESTED = "requested"
@@ -30,79 +30,87 @@ class HelperStage(StrEnum):
 
 
 @dataclass(slots=True)
-class Helper:
+class HybridMember:
     """What the core knows of one hybrid."""
 
     generation: int
-    stage: HelperStage
+    stage: HybridStage
     manifest: str  # digest of the weights that it has
-    heard_s: float
+    last_contact_s: float
 
 
 class HybridMembership:
     """The hybrids of one incarnation of a core; those of the next one join again."""
 
-    def __init__(self, silent_s: float = SILENT_S) -> None:
-        self._silent_s = silent_s
-        self._members: dict[str, Helper] = {}
-        self._generations = 0
+    def __init__(self, max_silence_s: float = MAX_SILENCE_S) -> None:
+        self._max_silence_s = max_silence_s
+        self._members: dict[str, HybridMember] = {}
+        self._last_generation = 0
 
-    def join(self, helper: str, now: float) -> int:
+    def join(self, instance: str, now_s: float) -> int:
         """The generation of a new join, which ends an earlier one of the helper."""
-        self._generations += 1
-        self._members[helper] = Helper(self._generations, HelperStage.REQUESTED, "", now)
-        return self._generations
+        self._last_generation += 1
+        self._members[instance] = HybridMember(
+            self._last_generation, HybridStage.REQUESTED, "", now_s
+        )
+        return self._last_generation
 
-    def wanted(self, manifest: str) -> None:
+    def require_weights(self, manifest: str) -> None:
         """Take in that rounds will need these weights, so that who has others is not ready."""
         for member in self._members.values():
             if member.manifest != manifest:
-                member.stage = HelperStage.FETCHING
+                member.stage = HybridStage.FETCHING
 
-    def asks(self, helper: str, generation: int, manifest: str, wanted: str, now: float) -> bool:
+    def can_lease_round(
+        self, instance: str, generation: int, manifest: str, required_manifest: str, now_s: float
+    ) -> bool:
         """Whether a member with `manifest` may lease rounds that need `wanted`; or Fenced."""
-        member = self._member(helper, generation)
-        member.heard_s, member.manifest = now, manifest
-        if not manifest or manifest != wanted:
-            member.stage = HelperStage.READY if manifest and not wanted else HelperStage.FETCHING
+        member = self._get_member(instance, generation)
+        member.last_contact_s, member.manifest = now_s, manifest
+        if not manifest or manifest != required_manifest:
+            member.stage = (
+                HybridStage.READY if manifest and not required_manifest else HybridStage.FETCHING
+            )
             return False
-        if member.stage != HelperStage.ACTIVE:
-            member.stage = HelperStage.READY
+        if member.stage != HybridStage.ACTIVE:
+            member.stage = HybridStage.READY
         return True
 
-    def leased(self, helper: str) -> None:
+    def record_lease(self, instance: str) -> None:
         """Takes in that a member was given a round, which makes it ACTIVE."""
-        self._members[helper].stage = HelperStage.ACTIVE
+        self._members[instance].stage = HybridStage.ACTIVE
 
-    def gives(self, helper: str, generation: int, now: float) -> None:
+    def record_result(self, instance: str, generation: int, now_s: float) -> None:
         """Takes in that a member brings a result; Fenced if its join has ended."""
-        self._member(helper, generation).heard_s = now
+        self._get_member(instance, generation).last_contact_s = now_s
 
-    def leave(self, helper: str, generation: int) -> bool:
+    def leave(self, instance: str, generation: int) -> bool:
         """Ends a join; False if it has ended before."""
-        member = self._members.get(helper)
+        member = self._members.get(instance)
         if member is None or member.generation != generation:
             return False
-        del self._members[helper]
+        del self._members[instance]
         return True
 
-    def silent(self, now: float) -> list[str]:
+    def remove_silent(self, now_s: float) -> list[str]:
         """Gangs that have failed: not heard of for long. Their joins end."""
-        failed = [g for g, m in self._members.items() if now - m.heard_s > self._silent_s]
+        failed = [
+            g for g, m in self._members.items() if now_s - m.last_contact_s > self._max_silence_s
+        ]
         for helper in failed:
             del self._members[helper]
         return failed
 
-    def stages(self) -> dict[str, str]:
+    def get_stages(self) -> dict[str, str]:
         """The stage of each hybrid, by helper."""
         return {helper: str(member.stage) for helper, member in self._members.items()}
 
-    def _member(self, helper: str, generation: int) -> Helper:
-        member = self._members.get(helper)
+    def _get_member(self, instance: str, generation: int) -> HybridMember:
+        member = self._members.get(instance)
         if member is None or member.generation != generation:
             now = f"generation {member.generation}" if member else "no member"
             raise Fenced(
-                f"hybrid {helper} speaks for generation {generation}, and is {now}",
+                f"hybrid {instance} speaks for generation {generation}, and is {now}",
                 where="trainer",
                 fix="it joins again",
             )

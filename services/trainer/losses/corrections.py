@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
-from meshrl.common.job.correction_bounds import bounds
-from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.common.job.correction_bounds import get_weight_bounds
+from meshrl.services.trainer.losses.terms import LossTerms, compute_ratio
 
 
 @torch.no_grad()
-def corrected(terms: LossTerms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def compute_importance_weights(terms: LossTerms, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """([t] factors of the tokens' losses, [t] bool: where a bound was met)."""
     if config.correction == "none":
-        one = torch.ones_like(terms.behaviour)
+        one = torch.ones_like(terms.behaviour_logprobs)
         return one, torch.zeros_like(one, dtype=torch.bool)
-    difference = terms.proximal - terms.behaviour
+    difference = terms.proximal_logprobs - terms.behaviour_logprobs
     if config.correction_level == "sequence":
         difference = terms.sum_by_sequence(difference)
-    weight = ratio_of(difference, difference.new_zeros(()))
-    low, high = bounds(config)
+    weight = compute_ratio(difference, difference.new_zeros(()))
+    low, high = get_weight_bounds(config)
     if config.correction == "mis":
         outside = (weight < low) | (weight > high)
         return weight.masked_fill(outside, 0.0), outside

@@ -19,24 +19,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.services.trainer.losses.terms import LARGEST_LOG_RATIO
+from meshrl.services.trainer.losses.terms import MAX_LOG_RATIO
 
-STEEPEST = math.exp(LARGEST_LOG_RATIO)  # k3's largest slope
+MAX_K3_SLOPE = math.exp(MAX_LOG_RATIO)  # k3's largest slope
 
 
-def estimate(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
+def estimate_kl(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
     """[t], with a gradient to `logprobs`."""
     difference = logprobs - reference
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference.square() / 2
-    near = torch.exp(-difference.clamp(min=-LARGEST_LOG_RATIO))
-    beyond = torch.relu(-difference - LARGEST_LOG_RATIO)
-    return near + STEEPEST * beyond - 1 + difference
+    near = torch.exp(-difference.clamp(min=-MAX_LOG_RATIO))
+    beyond = torch.relu(-difference - MAX_LOG_RATIO)
+    return near + MAX_K3_SLOPE * beyond - 1 + difference
 
 
-def sampled(
+def estimate_kl_numpy(
     kind: str, logprobs: NDArray[np.floating], reference: NDArray[np.floating]
 ) -> NDArray[np.float64]:
     """What `estimate` computes, for numpy arrays."""
@@ -45,7 +45,7 @@ def sampled(
         return difference
     if kind == "k2":
         return difference**2 / 2
-    near = np.exp(-np.maximum(difference, -LARGEST_LOG_RATIO))
-    beyond = np.maximum(-difference - LARGEST_LOG_RATIO, 0.0)
-    found: NDArray[np.float64] = near + STEEPEST * beyond - 1 + difference
+    near = np.exp(-np.maximum(difference, -MAX_LOG_RATIO))
+    beyond = np.maximum(-difference - MAX_LOG_RATIO, 0.0)
+    found: NDArray[np.float64] = near + MAX_K3_SLOPE * beyond - 1 + difference
     return found

@@ -12,28 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.common.job.config import AlgorithmConfig
-from meshrl.services.trainer.bins.packing import Sequence
-from meshrl.services.trainer.losses.shaping import divergences, kl_in_reward
+from meshrl.services.trainer.bins.packing import TrainingSequence
+from meshrl.services.trainer.losses.shaping import compute_divergences, is_kl_in_reward
 
 Floats = NDArray[np.float64]
-LEAST_DEVIATION = 1e-8  # keeps a batch without variance from dividing by 0
+MIN_DEVIATION = 1e-8  # keeps a batch without variance from dividing by 0
 
 
-def own_tokens(sequence: Sequence) -> NDArray[np.intp]:
+def find_loss_tokens(sequence: TrainingSequence) -> NDArray[np.intp]:
     """[m] places in the sequence of the tokens that carry loss."""
-    return np.flatnonzero(sequence.mask[1:]) + 1
+    return np.flatnonzero(sequence.loss_mask[1:]) + 1
 
 
-def token_rewards(sequence: Sequence, reward: float, config: AlgorithmConfig) -> Floats:
+def compute_token_rewards(
+    sequence: TrainingSequence, reward: float, config: AlgorithmConfig
+) -> Floats:
     """[m]: the reward at the last token, less what each token pays for its divergence."""
-    rewards = np.zeros(sequence.trained)
-    if kl_in_reward(config):
-        rewards -= config.kl_coefficient * divergences(sequence, config)[own_tokens(sequence)]
+    rewards = np.zeros(sequence.loss_token_count)
+    if is_kl_in_reward(config):
+        rewards -= (
+            config.kl_coefficient
+            * compute_divergences(sequence, config)[find_loss_tokens(sequence)]
+        )
     rewards[-1] += reward
     return rewards
 
 
-def discounted(rewards: Floats, discount: float) -> Floats:
+def discount_rewards(rewards: Floats, discount: float) -> Floats:
     """[m]: reward of each token plus, discounted, of all that follow."""
     found, following = np.empty_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
@@ -42,18 +47,18 @@ def discounted(rewards: Floats, discount: float) -> Floats:
     return found
 
 
-def gae(rewards: Floats, values: Floats, discount: float, trace: float) -> Floats:
+def compute_gae(rewards: Floats, values: Floats, discount: float, gae_lambda: float) -> Floats:
     """Generalised advantages [m] (Schulman et al. 2016, arXiv 1506.02438); the end is worth 0."""
     ahead = np.append(values[1:], 0.0)
-    return discounted(rewards + discount * ahead - values, discount * trace)
+    return discount_rewards(rewards + discount * ahead - values, discount * gae_lambda)
 
 
-def set_normalised(sequences: Many[Sequence], advantages: Many[Floats]) -> None:
+def set_normalized_advantages(sequences: Many[TrainingSequence], advantages: Many[Floats]) -> None:
     """Gives the sequences these advantages, with mean 0 and deviation 1 over all their tokens."""
     if not sequences:
         return
     every = np.concatenate(advantages)
-    mean, deviation = every.mean(), every.std() + LEAST_DEVIATION
+    mean, deviation = every.mean(), every.std() + MIN_DEVIATION
     for sequence, own in zip(sequences, advantages, strict=True):
         sequence.advantages = np.zeros(len(sequence.tokens), np.float32)
-        sequence.advantages[own_tokens(sequence)] = (own - mean) / deviation
+        sequence.advantages[find_loss_tokens(sequence)] = (own - mean) / deviation

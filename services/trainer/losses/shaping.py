@@ -7,12 +7,14 @@ from numpy.typing import NDArray
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import AlgorithmConfig, JobConfig
-from meshrl.services.trainer.bins.packing import Sequence
+from meshrl.services.trainer.bins.packing import TrainingSequence
 from meshrl.services.trainer.losses import kl
-from meshrl.services.trainer.losses.terms import SOURCES
+from meshrl.services.trainer.losses.terms import EXTRA_SOURCES
 
 
-def overlong(lengths: NDArray[np.integer], share: float, config: JobConfig) -> NDArray[np.float64]:
+def compute_overlong_penalty(
+    lengths: NDArray[np.integer], share: float, config: JobConfig
+) -> NDArray[np.float64]:
     """DAPO's soft punishment of length (arXiv 2503.14476, equation 13), from 0 to -penalty.
 
     It grows in the last `overlong_buffer` tokens before `rollout.max_tokens`, or in their `share`
@@ -28,7 +30,7 @@ def overlong(lengths: NDArray[np.integer], share: float, config: JobConfig) -> N
     return punished
 
 
-def divergences(sequence: Sequence, config: AlgorithmConfig) -> NDArray[np.float64]:
+def compute_divergences(sequence: TrainingSequence, config: AlgorithmConfig) -> NDArray[np.float64]:
     """[n] from the reference, of the policy that sampled, at the model's own tokens; 0 elsewhere.
 
     ConfigError if nobody scored the trajectory under a reference.
@@ -38,18 +40,18 @@ def divergences(sequence: Sequence, config: AlgorithmConfig) -> NDArray[np.float
         raise ConfigError(
             "the trajectories carry no reference log-probabilities",
             where="algorithm.kl_coefficient",
-            fix=f"declare [{SOURCES['reference']}] in the job file",
+            fix=f"declare [{EXTRA_SOURCES['reference']}] in the job file",
         )
-    found = kl.sampled(config.kl, sequence.logprobs, reference)
-    found[~sequence.mask] = 0.0
+    found = kl.estimate_kl_numpy(config.kl, sequence.logprobs, reference)
+    found[~sequence.loss_mask] = 0.0
     return found
 
 
-def kl_in_reward(config: AlgorithmConfig) -> bool:
+def is_kl_in_reward(config: AlgorithmConfig) -> bool:
     """Whether it is the reward that pays for leaving the reference."""
     return config.kl_coefficient != 0 and config.kl_in == "reward"
 
 
-def kl_in_loss(config: AlgorithmConfig) -> bool:
+def is_kl_in_loss(config: AlgorithmConfig) -> bool:
     """Whether it is the loss."""
     return config.kl_coefficient != 0 and config.kl_in == "loss"

@@ -9,44 +9,44 @@ import torch
 from torch import Tensor
 
 from meshrl.common.job.config import AlgorithmConfig
-from meshrl.services.trainer.losses.terms import LossTerms, ratio_of
+from meshrl.services.trainer.losses.terms import LossTerms, compute_ratio
 
 
 @dataclass(frozen=True)
-class Clips:
+class ClipBounds:
     """How far a ratio may leave 1, below and above; `dual` bounds it where A < 0, 0: nothing."""
 
     low: float
     high: float
     dual: float = 0.0
 
-    def chosen(self, config: AlgorithmConfig) -> Clips:
+    def with_overrides(self, config: AlgorithmConfig) -> ClipBounds:
         """These, with what the job file says in their place."""
-        return Clips(
+        return ClipBounds(
             config.clip_low if config.clip_low >= 0 else self.low,
             config.clip_high if config.clip_high >= 0 else self.high,
             config.dual_clip if config.dual_clip >= 0 else self.dual,
         )
 
 
-PPO = Clips(0.2, 0.2)
+PPO_CLIPS = ClipBounds(0.2, 0.2)
 
 
-def old_logprobs(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
+def select_old_logprobs(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """[t] of the policy that ratios are taken to.
 
     It is the one that sampled, unless a correction accounts for that: then the trust region lies
     around the policy that the step began with.
     """
-    return terms.behaviour if config.correction == "none" else terms.proximal
+    return terms.behaviour_logprobs if config.correction == "none" else terms.proximal_logprobs
 
 
-def ratios(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
+def compute_ratios(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
     """[t] probability of each token, over that under `old_logprobs`."""
-    return ratio_of(terms.logprobs, old_logprobs(terms, config))
+    return compute_ratio(terms.logprobs, select_old_logprobs(terms, config))
 
 
-def clipped(ratio: Tensor, advantage: Tensor, clips: Clips) -> Tensor:
+def compute_clipped_loss(ratio: Tensor, advantage: Tensor, clips: ClipBounds) -> Tensor:
     """max(-ratio A, -clip(ratio) A); for A < 0 at most -dual A (dual clip, arXiv 1912.09729)."""
     inside = ratio.clamp(1 - clips.low, 1 + clips.high)
     loss = -torch.minimum(ratio * advantage, inside * advantage)
@@ -56,10 +56,12 @@ def clipped(ratio: Tensor, advantage: Tensor, clips: Clips) -> Tensor:
     return torch.minimum(loss, bound)
 
 
-def surrogate(clips: Clips) -> Callable[[LossTerms, AlgorithmConfig], Tensor]:
+def make_surrogate_loss(clips: ClipBounds) -> Callable[[LossTerms, AlgorithmConfig], Tensor]:
     """A loss of each trained token [t]: the clipped surrogate, with these bounds or the job's."""
 
     def token_loss(terms: LossTerms, config: AlgorithmConfig) -> Tensor:
-        return clipped(ratios(terms, config), terms.advantage, clips.chosen(config))
+        return compute_clipped_loss(
+            compute_ratios(terms, config), terms.advantages, clips.with_overrides(config)
+        )
 
     return token_loss

@@ -17,15 +17,18 @@ from torch import Tensor, nn
 
 from meshrl.common.job.config import AlgorithmConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.network.attention import Attention
+from meshrl.common.model.network.attention import AttentionFunction
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.kernels.ops.varlen import VarlenAttention
 from meshrl.services.trainer.bins.packing import Bin
 from meshrl.services.trainer.losses.terms import LossTerms
-from meshrl.services.trainer.models.forward import checkpoint_layers, checkpoints_layers
+from meshrl.services.trainer.models.forward import (
+    enable_activation_checkpointing,
+    has_activation_checkpointing,
+)
 
-CRITIC = "critic."  # what names of its parameters start with
-BIAS = CRITIC + "bias"
+CRITIC_PREFIX = "critic."  # what names of its parameters start with
+CRITIC_BIAS = CRITIC_PREFIX + "bias"
 
 
 class Critic(nn.Module):
@@ -43,59 +46,59 @@ class Critic(nn.Module):
         self.head = nn.Parameter(torch.zeros(config.hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attention: AttentionFunction) -> Tensor:
         """[n] float32, for `tokens` [n] at `positions` [n]."""
         hidden: Tensor = self.trunk(tokens, positions, attention)
         return (hidden @ self.head + self.bias).float()
 
 
-def attach(policy: Decoder) -> None:
+def attach_critic(policy: Decoder) -> None:
     """Give the policy a critic that begins as it is, if it has none, checkpointed as it is."""
     if hasattr(policy, "critic"):
         return
     like = policy.final_norm
     critic = Critic(policy.config, like.dtype, policy.rope.shape[0])
-    if checkpoints_layers(policy):
-        checkpoint_layers(critic.trunk)
+    if has_activation_checkpointing(policy):
+        enable_activation_checkpointing(critic.trunk)
     policy.critic = critic.to(like.device)
-    follow(policy)
+    copy_policy_weights(policy)
 
 
 @torch.no_grad()
-def begin(policy: Decoder) -> None:
+def initialize_critic(policy: Decoder) -> None:
     """Sets the values of a critic that was attached on a `meta` device; nothing without one."""
     if hasattr(policy, "critic"):
-        found = critic_of(policy)
+        found = get_critic(policy)
         found.head.zero_()
         found.bias.zero_()
-        follow(policy)
+        copy_policy_weights(policy)
 
 
 @torch.no_grad()
-def follow(policy: Decoder) -> None:
+def copy_policy_weights(policy: Decoder) -> None:
     """The critic's trunk becomes the policy's: what it starts from before it learns anything."""
     own = dict(policy.named_parameters())
-    for name, parameter in critic_of(policy).trunk.named_parameters():
+    for name, parameter in get_critic(policy).trunk.named_parameters():
         parameter.copy_(own[name])
 
 
-def critic_of(policy: Decoder) -> Critic:
+def get_critic(policy: Decoder) -> Critic:
     critic = policy.critic
     assert isinstance(critic, Critic)
     return critic
 
 
-def published(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights if not name.startswith(CRITIC)}
+def exclude_critic(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights if not name.startswith(CRITIC_PREFIX)}
 
 
-def own(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in weights if name.startswith(CRITIC)}
+def select_critic(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights if name.startswith(CRITIC_PREFIX)}
 
 
-def values(policy: Decoder, bin: Bin) -> Tensor:
+def compute_values(policy: Decoder, bin: Bin) -> Tensor:
     """[t] of the trained places of a bin, with a gradient to the critic."""
-    critic = critic_of(policy)
+    critic = get_critic(policy)
     device = critic.head.device
 
     def there(array: NDArray[Any]) -> Tensor:
@@ -106,15 +109,15 @@ def values(policy: Decoder, bin: Bin) -> Tensor:
     return every.index_select(0, there(np.flatnonzero(bin.mask)))
 
 
-def value_losses(
-    found: Tensor, terms: LossTerms, weight: Tensor, config: AlgorithmConfig
+def compute_value_losses(
+    values: Tensor, terms: LossTerms, weight: Tensor, config: AlgorithmConfig
 ) -> Tensor:
     """[t] half the squared error of values, from those that the step began with at most
     `value_clip` away (Schulman et al.'s code of PPO; Huang et al. 2022, "The 37 Implementation
     Details of PPO"). Tokens without weight need no extras.
     """
     if not weight.any():
-        return found * 0.0
-    returns, before = terms.extra("returns"), terms.extra("values")
-    near = before + (found - before).clamp(-config.value_clip, config.value_clip)
-    return torch.maximum((found - returns).square(), (near - returns).square()) / 2
+        return values * 0.0
+    returns, before = terms.get_extra("returns"), terms.get_extra("values")
+    near = before + (values - before).clamp(-config.value_clip, config.value_clip)
+    return torch.maximum((values - returns).square(), (near - returns).square()) / 2

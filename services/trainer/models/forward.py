@@ -14,20 +14,20 @@ from torch.utils.checkpoint import checkpoint
 
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.model.network.moe import Routing
-from meshrl.common.model.network.pointwise import PLAIN
+from meshrl.common.model.network.pointwise import TORCH_POINTWISE
 from meshrl.kernels.ops.linear_logprob import linear_logprob
-from meshrl.kernels.ops.pointwise import Fused
+from meshrl.kernels.ops.pointwise import FusedPointwise
 from meshrl.kernels.ops.varlen import VarlenAttention
-from meshrl.kernels.packing import padded_places
+from meshrl.kernels.packing import get_padded_size
 from meshrl.services.trainer.bins.packing import UNKNOWN, Bin
 
 
 @dataclass(slots=True)
-class Outputs:
+class ForwardOutputs:
     """The outcome of a forward pass for the t trained places of a bin, on its device."""
 
-    places: Tensor  # int64 [t], of the bin
-    sequence: Tensor  # int64 [t], that each belongs to
+    loss_positions: Tensor  # int64 [t], of the bin
+    sequence_ids: Tensor  # int64 [t], that each belongs to
     hidden: Tensor  # [t, hidden_size], normalised
     logprobs: Tensor  # [t] float32, of the targets, with a gradient
     entropy: Tensor  # [t] float32, of the distribution, without
@@ -35,22 +35,22 @@ class Outputs:
 
 
 @dataclass(slots=True)
-class Placed:
+class DeviceBin:
     """The inputs of a pass over a bin's n places on a device; padded to few sizes on a GPU."""
 
     tokens: Tensor  # int32 [n]
     positions: Tensor  # int32 [n]
     attention: VarlenAttention
-    counted: Tensor  # bool [n]: places that are trained
-    experts: Tensor | None  # int16 [n, layers, k]: where they are sent, if that is known
-    places: Tensor  # int64 [t]: those that are trained
+    loss_mask: Tensor  # bool [n]: places that are trained
+    expert_ids: Tensor | None  # int16 [n, layers, k]: where they are sent, if that is known
+    loss_positions: Tensor  # int64 [t]: those that are trained
     targets: Tensor  # int64 [t]
-    sequence: Tensor  # int64 [t], that each belongs to
+    sequence_ids: Tensor  # int64 [t], that each belongs to
 
 
-def placed(bin: Bin, device: torch.device) -> Placed:
+def move_bin_to_device(bin: Bin, device: torch.device) -> DeviceBin:
     size = len(bin.tokens)
-    padding = padded_places(size) - size if device.type == "cuda" else 0
+    padding = get_padded_size(size) - size if device.type == "cuda" else 0
 
     def there(array: NDArray[Any], behind: int = 0, value: int = 0) -> Tensor:
         if behind:
@@ -59,47 +59,53 @@ def placed(bin: Bin, device: torch.device) -> Placed:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     trained = np.flatnonzero(bin.mask)
-    return Placed(
+    return DeviceBin(
         tokens=there(bin.tokens, padding),
         positions=there(bin.positions, padding),
         attention=VarlenAttention(bin.starts, size + padding, device),
-        counted=there(bin.mask, padding),
-        experts=there(bin.experts, padding, UNKNOWN) if bin.experts is not None else None,
-        places=there(trained),
+        loss_mask=there(bin.mask, padding),
+        expert_ids=there(bin.experts, padding, UNKNOWN) if bin.experts is not None else None,
+        loss_positions=there(trained),
         targets=there(bin.targets[trained].astype(np.int64)),
-        sequence=there(np.searchsorted(bin.starts[1:], trained, side="right")),
+        sequence_ids=there(np.searchsorted(bin.starts[1:], trained, side="right")),
     )
 
 
-def forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> Outputs:
+def run_forward(model: Decoder, bin: Bin, temperature: float = 1.0) -> ForwardOutputs:
     """One pass over the bin; log-probabilities are those of logits divided by `temperature`."""
-    given = placed(bin, model.final_norm.device)
+    given = move_bin_to_device(bin, model.final_norm.device)
     routing, experts = None, None
     if model.config.sparse_layers:
-        routing, experts = Routing(counted=given.counted), given.experts
+        routing, experts = Routing(balance_mask=given.loss_mask), given.expert_ids
     hidden = model(given.tokens, given.positions, given.attention, experts, routing)
-    aux_loss = routing.balance if routing is not None else None
-    return outputs(model, given, hidden, temperature, aux_loss)
+    aux_loss = routing.balance_loss if routing is not None else None
+    return compute_outputs(model, given, hidden, temperature, aux_loss)
 
 
-def outputs(
-    model: Decoder, given: Placed, hidden: Tensor, temperature: float, aux_loss: Tensor | None
-) -> Outputs:
+def compute_outputs(
+    model: Decoder,
+    device_bin: DeviceBin,
+    hidden: Tensor,
+    temperature: float,
+    aux_loss: Tensor | None,
+) -> ForwardOutputs:
     """What follows from hidden states [n, hidden_size], normalised."""
-    hidden = hidden.index_select(0, given.places)
+    hidden = hidden.index_select(0, device_bin.loss_positions)
     unembedding = model.embedding if model.config.tie_embeddings else model.unembedding
     logprobs, entropy = linear_logprob(
-        hidden, unembedding, given.targets, temperature, absent=model.config.absent_ids
+        hidden, unembedding, device_bin.targets, temperature, absent_ids=model.config.absent_ids
     )
-    return Outputs(given.places, given.sequence, hidden, logprobs, entropy, aux_loss)
+    return ForwardOutputs(
+        device_bin.loss_positions, device_bin.sequence_ids, hidden, logprobs, entropy, aux_loss
+    )
 
 
-def fuse(model: Decoder) -> None:
+def fuse_pointwise(model: Decoder) -> None:
     """What lies between the model's products is fused where that can be: float32 on a CPU."""
-    model.use(Fused(PLAIN))
+    model.set_pointwise(FusedPointwise(TORCH_POINTWISE))
 
 
-def checkpoint_layers(model: Decoder) -> None:
+def enable_activation_checkpointing(model: Decoder) -> None:
     """Keeps of each layer only what goes in; the backward pass computes the rest again.
 
     Memory of activations falls to a tenth or less, a step takes about a third longer, and gradients
@@ -115,5 +121,5 @@ def checkpoint_layers(model: Decoder) -> None:
         layer.forward = again
 
 
-def checkpoints_layers(model: Decoder) -> bool:
+def has_activation_checkpointing(model: Decoder) -> bool:
     return any("forward" in vars(layer) for layer in model.layers)

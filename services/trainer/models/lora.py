@@ -8,34 +8,36 @@ import torch
 from torch import Tensor, nn
 
 from meshrl.common.job.config import LoraConfig
-from meshrl.common.model.architecture.projections import check_adapters, targeted
-from meshrl.common.model.network.decoder import Decoder, Layer
-from meshrl.common.model.network.lora import Adapters, LowRank
+from meshrl.common.model.architecture.projections import check_adapters, resolve_targets
+from meshrl.common.model.network.decoder import Decoder, DecoderLayer
+from meshrl.common.model.network.lora import LoraAdapters, LoraFactors
 
 
-def adapt(model: Decoder, config: LoraConfig, seed: int) -> None:
+def initialize_adapters(model: Decoder, config: LoraConfig, seed: int) -> None:
     """Freezes the decoder and gives it adapters, A normal and B zero: it computes what it did.
 
     Parameters that train are from then on those with `requires_grad`. ConfigError when adapters do
     not fit the model.
     """
-    attach(model, config)
+    attach_adapters(model, config)
     with torch.no_grad():
-        for _, parameter, values in drawn(model, seed):
+        for _, parameter, values in draw_adapter_values(model, seed):
             parameter.copy_(values)
 
 
-def attach(model: Decoder, config: LoraConfig) -> None:
+def attach_adapters(model: Decoder, config: LoraConfig) -> None:
     """Does so without values, as on a `meta` device: `drawn` has them."""
     check_adapters(model.config, config.rank, config.targets)
-    names = targeted(model.config, config.targets)
+    names = resolve_targets(model.config, config.targets)
     model.requires_grad_(False)
     for layer in model.layers:
-        assert isinstance(layer, Layer)
-        layer.adapters = Adapters(model.config, names, config.rank, config.scale, like=layer.qkv)
+        assert isinstance(layer, DecoderLayer)
+        layer.adapters = LoraAdapters(
+            model.config, names, config.rank, config.scale, like=layer.qkv
+        )
 
 
-def drawn(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+def draw_adapter_values(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Each parameter of the adapters, by name, with what it begins with, drawn on the CPU: A normal
     with the model's own spread, std fan_in**-0.5, and B zero. None where there are no adapters.
     """
@@ -43,13 +45,13 @@ def drawn(model: Decoder, seed: int) -> Iterator[tuple[str, nn.Parameter, Tensor
     generator.manual_seed(seed)
     for number, layer in enumerate(model.layers):
         for name, part in layer.named_modules(prefix=f"layers.{number}"):
-            if isinstance(part, LowRank):
+            if isinstance(part, LoraFactors):
                 rank, fan_in = part.a.shape
                 a = torch.empty(rank, fan_in).normal_(std=fan_in**-0.5, generator=generator)
                 yield f"{name}.a", part.a, a
                 yield f"{name}.b", part.b, torch.zeros(part.b.shape)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def get_trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that learn, by name, in the model's order: all of them without adapters."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

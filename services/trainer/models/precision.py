@@ -20,7 +20,7 @@ class WorkingCopy:
         self._masters: list[Tensor] = list(masters.parameters())
         self._parameters: list[Tensor] = list(self.model.parameters())
         self._sums: dict[Tensor, Tensor] = {}
-        add = weakly(self._add)
+        add = make_weak_hook(self._accumulate)
         for parameter in self._parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
@@ -30,19 +30,19 @@ class WorkingCopy:
         """Takes over the masters, as they are after a step."""
         torch._foreach_copy_(self._parameters, self._masters)
 
-    def collect(self, gradients: list[Tensor | None]) -> None:
+    def set_gradient_sums(self, gradients: list[Tensor | None]) -> None:
         """Add gradients to these float32 tensors, by parameter, from now on; None: to none."""
         pairs = zip(self._parameters, gradients, strict=True)
         self._sums = {parameter: total for parameter, total in pairs if total is not None}
 
-    def _add(self, parameter: Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         total, found = self._sums.get(parameter), parameter.grad
         if total is not None and found is not None:
             total += found
         parameter.grad = None
 
 
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def make_weak_hook(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
     """Call a method while its object lives: hooks hide from the collector what they hold."""
     found = WeakMethod(method)
 

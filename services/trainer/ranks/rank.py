@@ -20,30 +20,35 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
-from meshrl.common.api.ranks import Meeting
+from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.errors import RankLost, Refused
-from meshrl.common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
-from meshrl.common.weights.ways.meeting import store_at
-from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
-from meshrl.services.trainer.arithmetic.learner import Learner
-from meshrl.services.trainer.arithmetic.memory import LearnerMemory
-from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.common.mesh.process.tcp_sockets import (
+    SocketAddress,
+    find_client_hosts,
+    find_foreign_users,
+    find_listen_addresses,
+)
+from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
 from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision
 from meshrl.services.trainer.bins.packing import Bin
-from meshrl.services.trainer.ranks import interfaces
+from meshrl.services.trainer.learner.gradient_sum import GradientSum
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.services.trainer.learner.memory import LearnerMemory
+from meshrl.services.trainer.learner.stats import BinStats
+from meshrl.services.trainer.ranks import network_interface
 
 if TYPE_CHECKING:  # ranks that keep a pace import it anyway
-    from meshrl.services.trainer.zebra.alike import PacedBins
-    from meshrl.services.trainer.zebra.pace import ZebraPace
+    from meshrl.services.trainer.zebra.emulated_bins import EmulatedBins
+    from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
 
 
 def join_group(
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     rank: int,
     ranks: int,
     device: str,
-    interface: str = interfaces.LOOPBACK,
-    door: socket.socket | None = None,
+    interface: str = network_interface.LOOPBACK,
+    listener: socket.socket | None = None,
 ) -> DeviceMesh:
     """Meets the other ranks where none has met before, and reaches them by `interface`; rank 0
     serves the store of a meeting over hosts at `door`. It leaves the group that it is in: one may
@@ -54,39 +59,41 @@ def join_group(
     one on a host where no rank is: gloo asks nobody who it is.
     """
     leave_group()
-    interfaces.use(interface)
+    network_interface.set_interface(interface)
     if device == "cuda":  # the one that its worker sees, whatever LOCAL_RANK a launcher has left
         torch.cuda.set_device(0)
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    within = timedelta(seconds=meeting.deadline_s)
+    within = timedelta(seconds=rendezvous.collective_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    before = _listening(door)
+    before = _list_endpoints(listener)
     # The keys of a store begin with the number of groups that a process has begun to make. One that
     # failed may have been begun by some ranks alone, which would wait for the others for ever.
     _world.group_count = 0
     try:
-        store = store_at(meeting.where, ranks, within, door)
+        store = open_rendezvous_store(rendezvous.rendezvous_url, ranks, within, listener)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=within)
         group = init_device_mesh(device, (ranks,))
     except RuntimeError as error:
         raise RankLost(f"rank {rank} did not meet the others: {error}") from error
     try:
-        refuse_strangers(meeting, rank, listeners() - before)
+        reject_unauthenticated_peers(rendezvous, rank, find_listen_addresses() - before)
     except RankLost:
         leave_group()
         raise
     return group
 
 
-def refuse_strangers(meeting: Meeting, rank: int, places: Set[SocketEnd]) -> None:
+def reject_unauthenticated_peers(
+    rendezvous: Rendezvous, rank: int, endpoints: Set[SocketAddress]
+) -> None:
     """RankLost when somebody is connected who is no rank, as far as the kernel can tell."""
-    if strangers := foreign_clients(places):
+    if strangers := find_foreign_users(endpoints):
         raise RankLost(
             f"a process of user {min(strangers)} has connected to rank {rank}",
             fix="keep other users from this host while several ranks train; see docs/security.md",
         )
-    hosts = client_hosts(places) if meeting.addresses else set()
-    if unknown := hosts - set(meeting.addresses):
+    hosts = find_client_hosts(endpoints) if rendezvous.addresses else set()
+    if unknown := hosts - set(rendezvous.addresses):
         raise RankLost(
             f"a process at {min(unknown)}, where no rank is, has connected to rank {rank}",
             fix="keep others from the network of the ranks; if it is a host's other address, name "
@@ -94,12 +101,12 @@ def refuse_strangers(meeting: Meeting, rank: int, places: Set[SocketEnd]) -> Non
         )
 
 
-def _listening(door: socket.socket | None) -> Set[SocketEnd]:
+def _list_endpoints(listener: socket.socket | None) -> Set[SocketAddress]:
     """Where this process listens but for the door of a meeting."""
-    if door is None:
-        return listeners()
-    host, port = door.getsockname()[:2]
-    return listeners() - {SocketEnd(ip_address(host), port)}
+    if listener is None:
+        return find_listen_addresses()
+    host, port = listener.getsockname()[:2]
+    return find_listen_addresses() - {SocketAddress(ip_address(host), port)}
 
 
 def leave_group() -> None:
@@ -108,12 +115,12 @@ def leave_group() -> None:
         _abort_process_group()
 
 
-def of_the_group(error: RuntimeError) -> bool:
+def is_collective_error(error: RuntimeError) -> bool:
     """Whether a collective raised it, for another rank; gloo's errors name its source file."""
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-def filler(like: Bin) -> Bin:
+def make_filler_bin(like: Bin) -> Bin:
     """What a rank computes in a round that has no bin for it: what the others compute, of nothing.
 
     So it takes part in their collectives; its statistics are not to be counted.
@@ -135,27 +142,27 @@ def filler(like: Bin) -> Bin:
 class Rank:
     """What the core orders a rank to do, in a group that is formed anew when a rank was lost."""
 
-    _pace: ZebraPace | None = None  # what it is slowed down to
+    _emulation: ZebraEmulation | None = None  # what it is slowed down to
 
     def __init__(
         self,
-        make: Callable[[DeviceMesh], Learner],
+        make_learner: Callable[[DeviceMesh], Learner],
         rank: int,
         ranks: int,
         device: str,
         division: RoundDivision | None = None,
-        pace: ZebraPace | None = None,
-        bins: PacedBins | None = None,
+        emulation: ZebraEmulation | None = None,
+        emulated_bins: EmulatedBins | None = None,
     ) -> None:
         """`pace`: what it is slowed down to, by its learner's tasks, or by passes over `bins`."""
-        self._make, self.rank, self.ranks, self._device = make, rank, ranks, device
+        self._make_learner, self.rank, self.ranks, self._device = make_learner, rank, ranks, device
         self.division: RoundDivision = division or EvenDivision(ranks)
-        self._pace, self._bins = pace, bins
+        self._emulation, self._emulated_bins = emulation, emulated_bins
         self._learner: Learner | None = None
         self._gradients = GradientSum()
 
     @classmethod
-    def alone(cls, learner: Learner) -> Rank:
+    def for_single_rank(cls, learner: Learner) -> Rank:
         """Return the only rank of a core, which has all rows and meets no others."""
         rank = cls(lambda _: learner, 0, 1, learner.device.type)
         rank._learner = learner
@@ -168,22 +175,22 @@ class Rank:
             raise Refused(f"rank {self.rank} is in no group", where="trainer")
         return self._learner
 
-    def form(
+    def join(
         self,
-        meeting: Meeting,
-        interface: str = interfaces.LOOPBACK,
-        door: socket.socket | None = None,
+        rendezvous: Rendezvous,
+        interface: str = network_interface.LOOPBACK,
+        listener: socket.socket | None = None,
     ) -> None:
         """Joins the group and makes the model anew: its weights are still to be given."""
-        before = _listening(door)
-        mesh = join_group(meeting, self.rank, self.ranks, self._device, interface, door)
-        self._learner = self._make(mesh)
+        before = _list_endpoints(listener)
+        mesh = join_group(rendezvous, self.rank, self.ranks, self._device, interface, listener)
+        self._learner = self._make_learner(mesh)
         try:  # it may have made groups of its own
-            refuse_strangers(meeting, self.rank, listeners() - before)
+            reject_unauthenticated_peers(rendezvous, self.rank, find_listen_addresses() - before)
         except RankLost:
             self.leave()
             raise
-        self.begin()
+        self.begin_step()
 
     def leave(self) -> None:
         learner, self._learner = self._learner, None
@@ -191,49 +198,57 @@ class Rank:
             learner.close()
         leave_group()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self._gradients = GradientSum()
 
-    def compute(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
+    def compute_round(self, index: int, bins: Sequence[Bin]) -> list[BinStats]:
         """The statistics of this rank's bins of a round, whose rows of the gradient it keeps."""
-        with self._paced(bins, back=True):
-            gradient, stats = self.learner.bins_gradient(bins)
-        self._gradients.keep(index, gradient)
+        with self._emulate(bins, with_backward=True):
+            gradient, stats = self.learner.compute_local_gradient(bins)
+        self._gradients.add(index, gradient)
         return stats
 
-    def keeping(self, cut: bool = False) -> Callable[[int, NDArray[np.float32]], None]:
+    def make_gradient_adder(
+        self, is_sliced: bool = False
+    ) -> Callable[[int, NDArray[np.float32]], None]:
         """Return what keeps a hybrid's gradient in this step: the whole, or with `cut` a part."""
         learner, gradients = self.learner, self._gradients
 
         def keep(index: int, numbers: NDArray[np.float32]) -> None:
-            part = numbers if cut else learner.own_part(numbers, self.rank)
-            gradients.keep(index, torch.from_numpy(part).to(self._device))
+            part = numbers if is_sliced else learner.slice_own_gradient(numbers, self.rank)
+            gradients.add(index, torch.from_numpy(part).to(self._device))
 
         return keep
 
-    def apply(self, rounds: int, denominator: float, lr_factor: float) -> float:
-        norm = self.learner.apply(self._gradients.total(rounds), denominator, lr_factor)
-        self.begin()
+    def apply_gradient(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        norm = self.learner.apply_gradient(
+            self._gradients.get_total(rounds), denominator, lr_factor
+        )
+        self.begin_step()
         return norm
 
-    def score(self, bin: Bin, what: str) -> NDArray[np.float32]:
-        with self._paced([bin], back=False):
-            return self.learner.score(bin, what)
+    def score(self, bin: Bin, quantity: str) -> NDArray[np.float32]:
+        with self._emulate([bin], with_backward=False):
+            return self.learner.score(bin, quantity)
 
-    def _paced(self, bins: Sequence[Bin], back: bool) -> AbstractContextManager[None]:
-        return self._bins.of(bins, back) if self._bins is not None else nullcontext()
+    def _emulate(self, bins: Sequence[Bin], with_backward: bool) -> AbstractContextManager[None]:
+        return (
+            self._emulated_bins.emulate(bins, with_backward)
+            if self._emulated_bins is not None
+            else nullcontext()
+        )
 
     @property
-    def late(self) -> Mapping[str, int]:
+    def late_counts(self) -> Mapping[str, int]:
         """What it has done at a pace so far, and of that what ended late; empty without one."""
-        return self._pace.counts if self._pace is not None else {}
+        return self._emulation.late_counts if self._emulation is not None else {}
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """That its rows take; 0 while it is in no group."""
-        return 0 if self._learner is None else self._learner.bytes
+        return 0 if self._learner is None else self._learner.size_bytes
 
-    def memory(self, gradients: bool) -> LearnerMemory:
+    def collect_memory(self, include_gradients: bool) -> LearnerMemory:
         """That of its rows, and with `gradients` of those of the rounds that are kept."""
-        beside = self._gradients.tensors() if gradients else {}
+        beside = self._gradients.get_tensors() if include_gradients else {}
         return LearnerMemory(self.learner, beside)

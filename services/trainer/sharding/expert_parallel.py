@@ -17,13 +17,18 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from meshrl.common.model.network.moe import Experts, by_expert, inverse, is_expert
-from meshrl.services.trainer.sharding.fsdp import KEEP_BYTES
-from meshrl.services.trainer.sharding.owners import Owners
-from meshrl.services.trainer.sharding.rows import gathered, summed
+from meshrl.common.model.network.moe import (
+    MixtureOfExperts,
+    invert_permutation,
+    is_expert_matrix,
+    order_by_expert,
+)
+from meshrl.services.trainer.sharding.fsdp import MAX_UNSHARDED_BYTES
+from meshrl.services.trainer.sharding.row_operations import gather_rows, reduce_scatter_rows
+from meshrl.services.trainer.sharding.row_ownership import RowOwnership
 
 
-class Sent(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """Rows [m, d] that go to other ranks, `sizes` to each, while `coming` come; and back."""
 
     @staticmethod
@@ -35,23 +40,23 @@ class Sent(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.sent = sizes, coming, group  # type: ignore[attr-defined]
-        return exchanged(rows, sizes, coming, group)
+        return exchange_rows(rows, sizes, coming, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
         sizes, coming, group = ctx.sent  # type: ignore[attr-defined]
-        return exchanged(gradients[0], coming, sizes, group), None, None, None
+        return exchange_rows(gradients[0], coming, sizes, group), None, None, None
 
 
-def exchanged(
-    rows: Tensor, sizes: list[int], coming: list[int], group: dist.ProcessGroup
+def exchange_rows(
+    rows: Tensor, send_sizes: list[int], receive_sizes: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    found = rows.new_empty(sum(coming), *rows.shape[1:])
-    dist.all_to_all_single(found, rows.contiguous(), coming, sizes, group=group)
+    found = rows.new_empty(sum(receive_sizes), *rows.shape[1:])
+    dist.all_to_all_single(found, rows.contiguous(), receive_sizes, send_sizes, group=group)
     return found
 
 
-class Whole(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """All rows of a matrix of which ranks have `each` at most; its gradient is summed over them."""
 
     @staticmethod
@@ -64,85 +69,108 @@ class Whole(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.cut = len(own), each, own.dtype, group  # type: ignore[attr-defined]
-        return gathered(own, total, each, dtype, group)
+        return gather_rows(own, total, each, dtype, group)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Any:
         rows, each, dtype, group = ctx.cut  # type: ignore[attr-defined]
         (gradient,) = gradients
-        return summed(gradient, each, dtype, group)[:rows], None, None, None, None
+        return reduce_scatter_rows(gradient, each, dtype, group)[:rows], None, None, None, None
 
 
 class ExpertParallel:
     """The way of tokens to a layer's experts, of which each rank has as many, and back."""
 
-    def __init__(self, alike: dist.ProcessGroup, others: dist.ProcessGroup, again: bool) -> None:
+    def __init__(
+        self, replica_group: dist.ProcessGroup, expert_group: dist.ProcessGroup, recompute: bool
+    ) -> None:
         """`alike`: the ranks that have the same experts; `others`: ranks with all experts between
         them. `again`: what is whole of the former's is made whole again on the way back.
         """
-        self._alike, self._others, self._again = alike, others, again
+        self._replica_group, self._expert_group, self._recompute = (
+            replica_group,
+            expert_group,
+            recompute,
+        )
 
-    def through(self, rows: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-        group = self._others
+    def compute_experts(
+        self, rows: Tensor, expert_ends: Tensor, experts: MixtureOfExperts
+    ) -> Tensor:
+        group = self._expert_group
         ranks, count = group.size(), experts.config.experts // group.size()
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks, count)
+        counts = torch.diff(expert_ends, prepend=expert_ends.new_zeros(1)).view(ranks, count)
         came = torch.empty_like(counts)
         dist.all_to_all_single(came, counts, group=group)
         sizes, coming = counts.sum(1).tolist(), came.sum(1).tolist()
-        here: Tensor = Sent.apply(rows, sizes, coming, group)  # type: ignore[no-untyped-call]
+        here: Tensor = AllToAll.apply(rows, sizes, coming, group)  # type: ignore[no-untyped-call]
         about = here, experts.gate_up, experts.down, came, experts
-        if self._again:
-            made = checkpoint(self._made, *about, use_reentrant=False, preserve_rng_state=False)
+        if self._recompute:
+            made = checkpoint(
+                self._compute_experts, *about, use_reentrant=False, preserve_rng_state=False
+            )
         else:
-            made = self._made(*about)
-        found: Tensor = Sent.apply(made, coming, sizes, group)  # type: ignore[no-untyped-call]
+            made = self._compute_experts(*about)
+        found: Tensor = AllToAll.apply(made, coming, sizes, group)  # type: ignore[no-untyped-call]
         return found
 
-    def _made(
-        self, here: Tensor, gate_up: Tensor, down: Tensor, came: Tensor, experts: Experts
+    def _compute_experts(
+        self,
+        rows: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        received_counts: Tensor,
+        experts: MixtureOfExperts,
     ) -> Tensor:
         """What the experts of this part make of rows as they came, `came` [ranks, experts]."""
-        count = came.shape[1]
-        wide, narrow = (self._whole(own, count, here.dtype) for own in (gate_up, down))
-        if not len(here):  # the others await its part in what is summed on the way back
-            return here + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
-        order = by_expert(came)
-        made = experts.made(here.index_select(0, order), came.sum(0).cumsum(0), wide, narrow)
-        return made.index_select(0, inverse(order))
+        count = received_counts.shape[1]
+        wide, narrow = (self._gather_matrices(own, count, rows.dtype) for own in (gate_up, down))
+        if not len(rows):  # the others await its part in what is summed on the way back
+            return rows + 0.0 * (wide.flatten()[:1] * narrow.flatten()[:1]).sum()
+        order = order_by_expert(received_counts)
+        made = experts.compute_experts(
+            rows.index_select(0, order), received_counts.sum(0).cumsum(0), wide, narrow
+        )
+        return made.index_select(0, invert_permutation(order))
 
-    def _whole(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    def _gather_matrices(self, own: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         """The matrices of all `count` experts of this part, in the type that passes compute in."""
-        if self._alike.size() == 1:
+        if self._replica_group.size() == 1:
             return own.to(dtype)
-        each = -(-count // self._alike.size())
-        whole: Tensor = Whole.apply(own, count, each, dtype, self._alike)  # type: ignore[no-untyped-call]
+        each = -(-count // self._replica_group.size())
+        whole: Tensor = GatherRows.apply(own, count, each, dtype, self._replica_group)  # type: ignore[no-untyped-call]
         return whole
 
 
 def split_experts(
-    model: nn.Module, mesh: DeviceMesh, parallel: int, owners: Owners, deadline_s: float
+    model: nn.Module,
+    mesh: DeviceMesh,
+    expert_parallel: int,
+    ownership: RowOwnership,
+    deadline_s: float,
 ) -> set[nn.Parameter]:
     """Leaves of the experts of a model on the `meta` device those rows that a rank has, and sends
     tokens to the others; the parameters that are then not to be cut any further. `deadline_s`: of
     the exchanges.
     """
     rank = mesh.get_local_rank()
-    experts = {name: p for name, p in model.named_parameters() if is_expert(name)}
+    experts = {name: p for name, p in model.named_parameters() if is_expert_matrix(name)}
     ranks, within = mesh.size(), timedelta(seconds=deadline_s)
-    same = [list(range(part, ranks, parallel)) for part in range(parallel)]
-    near = [list(range(first, first + parallel)) for first in range(0, ranks, parallel)]
+    same = [list(range(part, ranks, expert_parallel)) for part in range(expert_parallel)]
+    near = [
+        list(range(first, first + expert_parallel)) for first in range(0, ranks, expert_parallel)
+    ]
     groups = [(some, dist.new_group(some, timeout=within)) for some in (*same, *near)]
     alike, others = (group for some, group in groups if rank in some)
-    large = 4 * sum(p.numel() for p in experts.values()) // parallel > KEEP_BYTES
-    across = ExpertParallel(alike, others, again=large and alike.size() > 1)
+    large = 4 * sum(p.numel() for p in experts.values()) // expert_parallel > MAX_UNSHARDED_BYTES
+    across = ExpertParallel(alike, others, recompute=large and alike.size() > 1)
     own: set[nn.Parameter] = set()
     for name, parameter in experts.items():
         place, _, kind = name.rpartition(".")
         module = model.get_submodule(place)
-        assert isinstance(module, Experts)
-        rows = owners.rows(name, len(parameter), rank)
+        assert isinstance(module, MixtureOfExperts)
+        rows = ownership.get_rows(name, len(parameter), rank)
         part = nn.Parameter(parameter.detach()[rows], parameter.requires_grad)
         setattr(module, kind, part)
-        module.across = across
+        module.token_dispatcher = across
         own.add(part)
     return own

@@ -12,43 +12,45 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshrl.common.model.files.storages import return_blocks
+from meshrl.common.model.files.tensor_storages import set_mmap_threshold
 
-KEEP_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
-RETURNED_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are
+MAX_UNSHARDED_BYTES = 2 << 30  # float32 parameters that a rank may hold whole beside its rows
+RETURN_BLOCK_BYTES = 8 << 20  # blocks of a larger model, of which most of its tensors are
 
 
-def shard(
+def shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
     dtype: torch.dtype,
-    begin: Callable[[], None],
-    apart: Set[nn.Parameter] = frozenset(),
+    initialize: Callable[[], None],
+    presharded: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """Cuts a model on the `meta` device in place: its layers one by one, a critic, then the rest;
     gives it memory for its rows, and has `begin` fill them. Passes are in `dtype`. Parameters that
     are `apart` are cut already.
 
     Gradients are summed over ranks, not averaged: a round's gradient is the sum over its bins.
-    A model of at most KEEP_BYTES stays whole on every rank from a step's first pass until
+    A model of at most MAX_UNSHARDED_BYTES stays whole on every rank from a step's first pass until
     `reshard`; of a larger one only the layer that computes is whole, and what it took goes back to
     the host.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    keep = 4 * sum(p.numel() for p in model.parameters() if p not in apart) <= KEEP_BYTES
+    keep = (
+        4 * sum(p.numel() for p in model.parameters() if p not in presharded) <= MAX_UNSHARDED_BYTES
+    )
     if not keep:
-        return_blocks(RETURNED_BYTES)
+        set_mmap_threshold(RETURN_BLOCK_BYTES)
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
     )
-    about: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(apart)}
+    about: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(presharded)}
     for name, part in model.named_children():
         for unit in part.children() if name == "layers" else [part]:
             fully_shard(unit, reshard_after_forward=not keep, **about)
     fully_shard(model, reshard_after_forward=False, **about)
     model.to_empty(device=mesh.device_type)
-    begin()
+    initialize()
     # The root must be known as such before a part of it, such as a critic, runs alone.
     fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]
     for module in model.modules():
@@ -58,7 +60,7 @@ def shard(
             module.set_reshard_after_backward(not keep)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Gives up what is whole: from then on parameters are rows, which may be read and changed."""
     from torch.distributed.fsdp import FSDPModule
 

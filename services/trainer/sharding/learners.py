@@ -15,33 +15,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.common.job.config import LoraConfig
-from meshrl.common.model.files.rows import Beginning
+from meshrl.common.model.files.initial_parameters import ParameterSource
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.weights.layout.laying import Part
-from meshrl.services.trainer.algorithms import algorithm
-from meshrl.services.trainer.arithmetic.cut_rows import is_cut, local
-from meshrl.services.trainer.arithmetic.learner import Learner, LearnerSettings
-from meshrl.services.trainer.arithmetic.stats import BinStats
+from meshrl.common.weights.layout.chunk_builder import TensorRows
+from meshrl.services.trainer.algorithms import get_algorithm
 from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.learner.learner import Learner, LearnerSettings
+from meshrl.services.trainer.learner.sharded_tensors import get_local_rows, is_sharded
+from meshrl.services.trainer.learner.stats import BinStats
 from meshrl.services.trainer.models import critic, lora
 from meshrl.services.trainer.sharding.expert_parallel import split_experts
-from meshrl.services.trainer.sharding.fsdp import reshard, shard
-from meshrl.services.trainer.sharding.owners import EvenOwners, Owners
-from meshrl.services.trainer.sharding.rows import begin, cut, scatter
+from meshrl.services.trainer.sharding.fsdp import reshard_model, shard_model
+from meshrl.services.trainer.sharding.row_operations import (
+    initialize_rows,
+    scatter_rows,
+    slice_gradient,
+)
+from meshrl.services.trainer.sharding.row_ownership import EvenOwnership, RowOwnership
 
-NORM_NUMBERS = 1 << 20  # of a gradient that are squared at a time
+NORM_CHUNK_NUMBERS = 1 << 20  # of a gradient that are squared at a time
 
 
 @dataclass(frozen=True)
-class GangPlace:
+class RankContext:
     """A rank's place in its gang: the mesh, its rows' beginning, exchanges' deadline."""
 
-    mesh: DeviceMesh
-    beginning: Beginning
+    device_mesh: DeviceMesh
+    initial_parameters: ParameterSource
     deadline_s: float = 120.0
 
 
-class RowsLearner(Learner, ABC):
+class RowShardedLearner(Learner, ABC):
     """A learner whose parameters are a rank's rows, when `_as_rows` has been called."""
 
     def __init__(
@@ -49,92 +53,106 @@ class RowsLearner(Learner, ABC):
         model: Decoder,
         settings: LearnerSettings,
         group: dist.ProcessGroup,
-        owners: Owners,
+        ownership: RowOwnership,
         shapes: Mapping[str, torch.Size],
     ) -> None:
         """`shapes`: of the parameters of `model` when they are whole."""
         super().__init__(model, settings.optimizer, settings.algorithm, settings.temperature)
-        self._group, self._owners, self._shapes = group, owners, shapes
-        self._trained = {name: shapes[name] for name in lora.trained(model)}
-        self.size = sum(shape.numel() for shape in self._trained.values())
-        self._outlines = {False: self._outline(self.weights()), True: self._outline(self.state())}
+        self._group, self._ownership, self._shapes = group, ownership, shapes
+        self._trainable_shapes = {
+            name: shapes[name] for name in lora.get_trainable_parameters(model)
+        }
+        self.parameter_count = sum(shape.numel() for shape in self._trainable_shapes.values())
+        self._meta_tensors = {
+            False: self._make_meta_tensors(self.get_weights()),
+            True: self._make_meta_tensors(self.get_state()),
+        }
 
-    def _as_rows(self) -> None:
+    def _reshard(self) -> None:
         """From now on its parameters are rows, which may be read and changed."""
 
-    def apply(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
-        self._as_rows()
-        return super().apply(gradient_sum, denominator, lr_factor)
+    def apply_gradient(self, gradient_sum: Tensor, denominator: float, lr_factor: float) -> float:
+        self._reshard()
+        return super().apply_gradient(gradient_sum, denominator, lr_factor)
 
-    def weights(self) -> dict[str, Tensor]:
-        self._as_rows()
-        return super().weights()
+    def get_weights(self) -> dict[str, Tensor]:
+        self._reshard()
+        return super().get_weights()
 
-    def state(self) -> dict[str, Tensor]:
-        self._as_rows()
-        return super().state()
+    def get_state(self) -> dict[str, Tensor]:
+        self._reshard()
+        return super().get_state()
 
-    def _part(self, name: str, tensor: Tensor) -> Part:
+    def _make_rows(self, name: str, tensor: Tensor) -> TensorRows:
         """This rank's rows of it; what is the same on all ranks is whole."""
-        parameter = self._parameter_of(name)
+        parameter = self._find_parameter(name)
         if parameter is None:
-            return Part(tuple(tensor.shape), 0, tensor)
+            return TensorRows(tuple(tensor.shape), 0, tensor)
         shape = self._shapes[parameter]
-        own = self._owners.rows(parameter, shape[0], self._group.rank())
-        return Part(tuple(shape), own.start, local(tensor))
+        own = self._ownership.get_rows(parameter, shape[0], self._group.rank())
+        return TensorRows(tuple(shape), own.start, get_local_rows(tensor))
 
-    def _norm(self, gradient: Tensor) -> float:
+    def _compute_norm(self, gradient: Tensor) -> float:
         # Some at a time: in float64 all of it would be twice as large again.
-        sums = [part.double().square().sum() for part in torch.split(gradient, NORM_NUMBERS)]
+        sums = [part.double().square().sum() for part in torch.split(gradient, NORM_CHUNK_NUMBERS)]
         squares = torch.stack(sums).sum()
         dist.all_reduce(squares, group=self._group)
         return float(squares.sqrt())
 
     @abstractmethod
-    def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
+    def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
         """Summed over the bins of all ranks."""
 
-    def own_part(self, whole: NDArray[np.float32], rank: int) -> NDArray[np.float32]:
-        return cut(whole, self._trained, self._owners, rank)
+    def slice_own_gradient(
+        self, full_gradient: NDArray[np.float32], rank: int
+    ) -> NDArray[np.float32]:
+        return slice_gradient(full_gradient, self._trainable_shapes, self._ownership, rank)
 
     # -- whole weights, of which rank 0 has some at a time ----------------------------------------
 
-    def outline(self, optimizer: bool) -> Mapping[str, Tensor]:
-        return self._outlines[optimizer]
+    def get_meta_tensors(self, optimizer: bool) -> Mapping[str, Tensor]:
+        return self._meta_tensors[optimizer]
 
     @torch.no_grad()
-    def take(self, names: Sequence[str], whole: Mapping[str, Tensor] | None) -> None:
-        own = self.weights()
+    def scatter_weights(
+        self, names: Sequence[str], full_weights: Mapping[str, Tensor] | None
+    ) -> None:
+        own = self.get_weights()
         for name in names:
-            given, total = None if whole is None else whole[name], self._shapes[name][0]
-            rows = [self._owners.rows(name, total, rank) for rank in range(self._group.size())]
-            scatter(given, local(own[name]), rows, self._group)
-        if self._critic:
-            critic.follow(self.model)
+            given, total = (
+                None if full_weights is None else full_weights[name],
+                self._shapes[name][0],
+            )
+            rows = [
+                self._ownership.get_rows(name, total, rank) for rank in range(self._group.size())
+            ]
+            scatter_rows(given, get_local_rows(own[name]), rows, self._group)
+        if self._has_critic:
+            critic.copy_policy_weights(self.model)
 
-    def _outline(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _make_meta_tensors(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found = {}
         for name, piece in rows.items():
-            parameter = self._parameter_of(name)
+            parameter = self._find_parameter(name)
             shape = piece.shape if parameter is None else self._shapes[parameter]
             found[name] = torch.empty(shape, dtype=piece.dtype, device="meta")
         return found
 
-    def _parameter_of(self, name: str) -> str | None:
+    def _find_parameter(self, name: str) -> str | None:
         """The parameter that a tensor of the state belongs to; None: it is the same on all."""
         parts = name.split(".")
         names = (".".join(parts[i:]) for i in range(len(parts)))
         return next((name for name in names if name in self._shapes), None)
 
 
-class ShardedLearner(RowsLearner):
+class FsdpLearner(RowShardedLearner):
     """A learner whose model lies in rows over ranks; `adapters` learn in its place."""
 
     def __init__(
         self,
         model: Decoder,
         settings: LearnerSettings,
-        place: GangPlace,
+        context: RankContext,
         adapters: LoraConfig | None = None,
         seed: int = 0,
         expert_parallel: int = 1,
@@ -142,47 +160,47 @@ class ShardedLearner(RowsLearner):
         """`model` lies on the `meta` device: it takes its rows, and no others, from the beginning.
         The experts of a layer are split over `expert_parallel` ranks.
         """
-        mesh = place.mesh
+        mesh = context.device_mesh
         with torch.device("meta"):
             if adapters is not None and adapters.rank:
-                lora.attach(model, adapters)
-            if algorithm(settings.algorithm.name).critic:
-                critic.attach(model)
-        owners = EvenOwners(mesh.size(), expert_parallel)
+                lora.attach_adapters(model, adapters)
+            if get_algorithm(settings.algorithm.name).has_critic:
+                critic.attach_critic(model)
+        owners = EvenOwnership(mesh.size(), expert_parallel)
         shapes = {name: p.shape for name, p in model.named_parameters()}
         apart: Set[nn.Parameter] = frozenset()
         if expert_parallel > 1:
-            apart = split_experts(model, mesh, expert_parallel, owners, place.deadline_s)
-        rank, beginning = mesh.get_local_rank(), place.beginning
-        first = partial(begin, model, rank, owners, shapes, beginning, seed)
-        shard(model, mesh, settings.dtype, first, apart)
+            apart = split_experts(model, mesh, expert_parallel, owners, context.deadline_s)
+        rank, beginning = mesh.get_local_rank(), context.initial_parameters
+        first = partial(initialize_rows, model, rank, owners, shapes, beginning, seed)
+        shard_model(model, mesh, settings.dtype, first, apart)
         super().__init__(model, settings, mesh.get_group(), owners, shapes)
 
-    def _as_rows(self) -> None:
-        reshard(self.model)
+    def _reshard(self) -> None:
+        reshard_model(self.model)
 
-    def bins_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
-        """See `RowsLearner`; each rank has one bin."""
+    def compute_local_gradient(self, bins: Sequence[Bin]) -> tuple[Tensor, list[BinStats]]:
+        """See `RowShardedLearner`; each rank has one bin."""
         (bin,) = bins
-        _, stats = self.gradient(bin)
-        sizes = [local(parameter.detach()).numel() for parameter in self._parameters]
+        _, stats = self.compute_gradient(bin)
+        sizes = [get_local_rows(parameter.detach()).numel() for parameter in self._parameters]
         gradient = torch.empty(sum(sizes), device=self.device)
         for parameter, piece in zip(self._parameters, torch.split(gradient, sizes), strict=True):
             if parameter.grad is not None:
-                piece.copy_(local(parameter.grad).reshape(-1))
-            elif is_cut(parameter):
+                piece.copy_(get_local_rows(parameter.grad).reshape(-1))
+            elif is_sharded(parameter):
                 raise RuntimeError("a parameter got no gradient: ranks would not agree on its rows")
             else:
                 piece.zero_()  # no token came to any of these experts
             parameter.grad = None  # one by one, so that there is little more than one gradient
         return gradient, [stats]
 
-    def forget_gradients(self) -> None:
+    def free_gradients(self) -> None:
         """Also what of the model is whole: from then on there are rows alone."""
-        super().forget_gradients()
-        reshard(self.model)
+        super().free_gradients()
+        reshard_model(self.model)
 
-    def _fresh_gradient(self) -> Tensor:
+    def _allocate_gradient(self) -> Tensor:
         for parameter in self._parameters:
             parameter.grad = None
         return torch.empty(0)

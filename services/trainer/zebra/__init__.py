@@ -1,1 +1,1 @@
-"""A mixture trained on two kinds of accelerators. Open `learner.py` first."""
+"""A mixture trained on two kinds of accelerators. Open `zebra_learner.py` first."""

@@ -14,95 +14,112 @@ from typing import Any
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import MeshError, to_wire
-from meshrl.common.weights.layout.manifest import unpacked
-from meshrl.services.weights.keeping.pins import Pin, pin, sizes, unpin
-from meshrl.services.weights.keeping.quotas import GIB
-from meshrl.services.weights.making import check_model, check_out, trouble
-from meshrl.services.weights.versions.known import RunVersions
+from meshrl.common.weights.layout.manifest import decode_manifest
+from meshrl.services.weights.atomic_directories import (
+    check_export_target,
+    check_import,
+    convert_os_error,
+)
+from meshrl.services.weights.retention.pins import (
+    VersionPin,
+    compute_chunk_sizes,
+    pin_version,
+    unpin_version,
+)
+from meshrl.services.weights.retention.quotas import GIB
+from meshrl.services.weights.versions.run_versions import RunVersions
 
 Answer = dict[str, Any]
 
 
-def listed(asked: argparse.Namespace) -> Answer:
-    run = RunVersions.of(asked.run)
+def run_list(arguments: argparse.Namespace) -> Answer:
+    run = RunVersions.read(arguments.run)
     table = run.document.get("weights", {})
-    manifests = [unpacked(run.chunks.read(one.manifest)) for one in run.versions]
+    manifests = [decode_manifest(run.chunks.read(one.manifest)) for one in run.versions]
     return {
-        "run": str(asked.run),
+        "run": str(arguments.run),
         "job": run.job,
         "versions": [asdict(one) for one in run.versions],
-        "bytes": sum(sizes(manifests).values()),  # a chunk that several have counts once
+        "bytes": sum(
+            compute_chunk_sizes(manifests).values()
+        ),  # a chunk that several have counts once
         "quota_bytes": int(table.get("quota_gb", 0.0) * GIB),
     }
 
 
-def pinned(asked: argparse.Namespace) -> Answer:
-    run = RunVersions.of(asked.run)
-    one = run.meant(asked.version)
+def run_pin(arguments: argparse.Namespace) -> Answer:
+    run = RunVersions.read(arguments.run)
+    one = run.resolve(arguments.version)
     before = run.pins.get(one.manifest)
-    note = asked.note or (before.note if before else "")
-    made = Pin(str(asked.run.resolve()), one.lineage, one.version, note, SystemClock().wall())
-    pin(run.chunks, run.job, one.manifest, made)
+    note = arguments.note or (before.note if before else "")
+    made = VersionPin(
+        str(arguments.run.resolve()), one.lineage, one.version, note, SystemClock().wall()
+    )
+    pin_version(run.chunks, run.job, one.manifest, made)
     return {"job": run.job, "version": asdict(one), "note": note, "was_pinned": before is not None}
 
 
-def unpinned(asked: argparse.Namespace) -> Answer:
-    run = RunVersions.of(asked.run)
-    one = run.meant(asked.version)
-    was = unpin(run.chunks.directory, run.job, one.manifest)
+def run_unpin(arguments: argparse.Namespace) -> Answer:
+    run = RunVersions.read(arguments.run)
+    one = run.resolve(arguments.version)
+    was = unpin_version(run.chunks.directory, run.job, one.manifest)
     left = [why for why in one.why if why != "pinned"]
     return {"job": run.job, "version": asdict(one), "was_pinned": was, "why": left}
 
 
-def compared(asked: argparse.Namespace) -> Answer:
-    run = RunVersions.of(asked.run)
-    other = RunVersions.of(asked.other) if asked.other else run
-    first, second = run.meant(asked.first), other.meant(asked.second)
+def run_diff(arguments: argparse.Namespace) -> Answer:
+    run = RunVersions.read(arguments.run)
+    other = RunVersions.read(arguments.other) if arguments.other else run
+    first, second = run.resolve(arguments.first), other.resolve(arguments.second)
     from meshrl.services.weights.export import read_tensors
-    from meshrl.services.weights.versions.comparing import compare
+    from meshrl.services.weights.versions.comparison import compare_versions
 
     before = read_tensors(run.chunks, first.manifest)
     after = read_tensors(other.chunks, second.manifest)
-    names = {"first": first.name, "second": second.name, "other": str(asked.other or "")}
-    return {"run": str(asked.run), "job": run.job} | names | compare(before, after)
+    names = {"first": first.name, "second": second.name, "other": str(arguments.other or "")}
+    return {"run": str(arguments.run), "job": run.job} | names | compare_versions(before, after)
 
 
-def exported(asked: argparse.Namespace) -> Answer:
-    run = RunVersions.of(asked.run)
-    one = run.meant(asked.version)
-    check_out(asked.out)  # what loads the model takes seconds
-    from meshrl.services.weights.versions.exporting import to
+def run_export(arguments: argparse.Namespace) -> Answer:
+    run = RunVersions.read(arguments.run)
+    one = run.resolve(arguments.version)
+    check_export_target(arguments.out)  # what loads the model takes seconds
+    from meshrl.services.weights.versions.export_targets import export_to
 
-    return {"version": asdict(one), "out": asked.out, "bytes": to(run, one, asked.out)}
+    return {
+        "version": asdict(one),
+        "out": arguments.out,
+        "bytes": export_to(run, one, arguments.out),
+    }
 
 
-def copied(asked: argparse.Namespace) -> Answer:
+def run_copy(arguments: argparse.Namespace) -> Answer:
     """Copies versions one after the other. Of each a line is printed as soon as it is there, or as
     it has failed, which keeps no other from its copy.
     """
-    from meshrl.services.weights.versions.exporting import copy
+    from meshrl.services.weights.versions.export_targets import copy_version
 
-    run = RunVersions.of(asked.run)
+    run = RunVersions.read(arguments.run)
     done, failed = [], []
-    for manifest in asked.manifests or [one.manifest for one in run.for_good()]:
+    for manifest in arguments.manifests or [one.manifest for one in run.list_permanent()]:
         try:
-            told: Answer = {"copied": copy(run, run.meant(manifest), asked.to)}
+            told: Answer = {"copied": copy_version(run, run.resolve(manifest), arguments.to)}
             done += [told["copied"]] if told["copied"] else []
         except (MeshError, OSError) as error:
-            told = {"error": _told(error)}
+            told = {"error": _encode_error(error)}
             failed.append({"manifest": manifest, "error": told["error"]})
         print(json.dumps({"manifest": manifest} | told), flush=True)
     return {"copied": done, "failed": failed}
 
 
-def imported(asked: argparse.Namespace) -> Answer:
-    check_model(asked.run, asked.out)
-    from meshrl.services.weights.versions import importing
+def run_import(arguments: argparse.Namespace) -> Answer:
+    check_import(arguments.run, arguments.out)
+    from meshrl.services.weights.versions import model_import
 
-    return importing.imported(asked.run, asked.out, asked.name, asked.dtype)
+    return model_import.import_model(arguments.run, arguments.out, arguments.name, arguments.dtype)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True)
 
@@ -114,40 +131,40 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument(word)
         return made
 
-    command("list", listed)
-    command("pin", pinned, "version").add_argument("--note", default="")
-    command("unpin", unpinned, "version")
-    command("diff", compared, "first", "second").add_argument("--other", type=Path)
-    command("export", exported, "version").add_argument("--out", required=True)
-    copy = command("copy", copied)
+    command("list", run_list)
+    command("pin", run_pin, "version").add_argument("--note", default="")
+    command("unpin", run_unpin, "version")
+    command("diff", run_diff, "first", "second").add_argument("--other", type=Path)
+    command("export", run_export, "version").add_argument("--out", required=True)
+    copy = command("copy", run_copy)
     copy.add_argument("manifests", nargs="*")
     copy.add_argument("--to", required=True)
-    make = command("import", imported)
+    make = command("import", run_import)
     make.add_argument("--out", type=Path, required=True)
     make.add_argument("--name", required=True)
     make.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     return parser
 
 
-def answered(words: Sequence[str]) -> Answer:
-    asked = _parser().parse_args(words)
+def run_command(argv: Sequence[str]) -> Answer:
+    asked = _make_parser().parse_args(argv)
     try:
         found: Answer = asked.does(asked)
     except OSError as error:
-        raise trouble(error) from error
+        raise convert_os_error(error) from error
     return found
 
 
 def main() -> None:
     try:
-        print(json.dumps(answered(sys.argv[1:])))
+        print(json.dumps(run_command(sys.argv[1:])))
     except MeshError as error:
-        print(json.dumps({"error": _told(error)}))
+        print(json.dumps({"error": _encode_error(error)}))
         sys.exit(1)
 
 
-def _told(error: MeshError | OSError) -> dict[str, str]:
-    code, text = to_wire(trouble(error) if isinstance(error, OSError) else error)
+def _encode_error(error: MeshError | OSError) -> dict[str, str]:
+    code, text = to_wire(convert_os_error(error) if isinstance(error, OSError) else error)
     return {"code": code, "text": text}
 
 

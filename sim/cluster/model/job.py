@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean as mean
 
-from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.demand.measured import Measured, together
-from meshrl.common.state.pool.demand.needs import Need, PlannedJob
-from meshrl.common.state.pool.workers.rows import Resident, Role
-from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.common.state.pool.demand.measurements import Measurements, merge_lengths
+from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.common.state.pool.workers.rows import Instance, Role
 from meshrl.sim.cluster.model.engine import SimEngine
-from meshrl.sim.cluster.model.shard import Shard, SimTrajectory
+from meshrl.sim.cluster.model.event_queue import EventQueue
+from meshrl.sim.cluster.model.shard import SimShard, SimTrajectory
 from meshrl.sim.cluster.model.speeds import SimSpeed
 from meshrl.sim.cluster.model.training import SimTraining, TrainingSpeed
 from meshrl.sim.cluster.model.workload import SimWorkload
 
-LONGEST = 1 << 20  # tokens of a trajectory, where nothing is said
-ENGINES = 64  # of a shard at most
+MAX_TRAJECTORY_TOKENS = 1 << 20  # tokens of a trajectory, where nothing is said
+MAX_ENGINES_PER_SHARD = 64  # of a shard at most
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class JobSpec:
     """What a job asks for, what it does, and how fast that goes."""
 
     workload: SimWorkload
-    trains: TrainingSpeed
-    speed: Callable[[str, int], SimSpeed]  # of engines on accelerators of a kind, by degree
+    training_speed: TrainingSpeed
+    get_engine_speed: Callable[
+        [str, int], SimSpeed
+    ]  # of engines on accelerators of a kind, by degree
     name: str = "job"
     steps: int = 48
     groups_per_step: int = 4
@@ -38,17 +40,19 @@ class JobSpec:
     max_staleness: int = 2
     slots: int = 64
     bin_tokens: int = 0
-    need: Need = field(default_factory=Need)
+    requirements: JobRequirements = field(default_factory=JobRequirements)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    pace: str = ""
-    training_pace: str = ""
+    emulated_engine: str = ""
+    emulated_training: str = ""
     shape: ModelShape | None = None
-    longest: int = LONGEST  # tokens of a trajectory
-    buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
+    max_trajectory_tokens: int = MAX_TRAJECTORY_TOKENS  # tokens of a trajectory
+    has_length_buckets: bool = False  # C-MLFQ: engines are for lengths by their degrees
     pull_s: float = 0.0  # that an engine stands for other weights
     # seconds until an engine of a degree, on accelerators of a kind, has those of a step
-    arrives_s: Callable[[str, int], float] = lambda kind, degree: 0.0
-    engines: tuple[int, ...] = ()  # degrees of those that are placed at the beginning
+    get_arrival_s: Callable[[str, int], float] = lambda kind, degree: 0.0
+    initial_tensor_parallel_sizes: tuple[
+        int, ...
+    ] = ()  # degrees of those that are placed at the beginning
     # All accelerators roll out, then all train, with so long in between; None: others do.
     switch_s: float | None = None
 
@@ -56,150 +60,164 @@ class JobSpec:
 class SimJob:
     """One job while it runs."""
 
-    def __init__(self, agenda: Agenda, spec: JobSpec) -> None:
+    def __init__(self, event_queue: EventQueue, spec: JobSpec) -> None:
         self.spec = spec
-        self.shards: list[Shard] = []
+        self.shards: list[SimShard] = []
         self.training = SimTraining(
-            agenda,
-            spec.trains,
+            event_queue,
+            spec.training_speed,
             spec.groups_per_step,
             spec.group_size,
             spec.max_staleness,
             spec.steps,
-            self._committed,
+            self._on_commit,
             spec.switch_s,
         )
-        self.began_s: float | None = None  # when its training began
-        self.shares: list[tuple[float, int, int]] = []  # since when: workers of engines, and others
-        self._agenda = agenda
-        self._core, self._due = "", False
-        self._rolls: dict[str, int] = {}  # workers of each engine,
-        self._workers: dict[str, int] = {}  # and of each resident that trains
-        self._of: dict[str, Shard] = {}  # each engine
+        self.training_started_s: float | None = None  # when its training began
+        self.worker_shares: list[
+            tuple[float, int, int]
+        ] = []  # since when: workers of engines, and others
+        self._event_queue = event_queue
+        self._core, self._is_fill_scheduled = "", False
+        self._engine_workers: dict[str, int] = {}  # workers of each engine,
+        self._training_workers: dict[str, int] = {}  # and of each resident that trains
+        self._shard_of_engine: dict[str, SimShard] = {}  # each engine
 
     # -- residents ---------------------------------------------------------------------------------
 
-    def ready(self, resident: Resident, kind: str) -> None:
-        if resident.role == Role.ROLLOUT:
-            degree, spec = len(resident.ranks), self.spec
-            speed = spec.speed(kind, degree)
-            engine = SimEngine(resident.id, self._agenda, speed, spec.slots, degree)
+    def add_instance(self, instance: Instance, kind: str) -> None:
+        if instance.role == Role.ROLLOUT:
+            degree, spec = len(instance.ranks), self.spec
+            speed = spec.get_engine_speed(kind, degree)
+            engine = SimEngine(instance.id, self._event_queue, speed, spec.slots, degree)
             engine.version, engine.kind = self.training.version, kind
-            shard = self._of[resident.id] = self._smallest()
-            self._rolls[resident.id] = degree
-            shard.join(engine)
+            shard = self._shard_of_engine[instance.id] = self._choose_shard()
+            self._engine_workers[instance.id] = degree
+            shard.add_engine(engine)
         else:
-            if self.began_s is None and resident.core:
-                self.began_s = self._agenda.now_s
-            self._workers[resident.id] = len(resident.ranks)
-            if resident.core:
-                self._core = resident.id
-            replicas = self.spec.trains.replicas(len(resident.ranks), resident.core)
-            self.training.attend(resident.id, replicas)
-        self._told()
-        if not self._due:  # all that come at this time are there by then
-            self._due = True
-            self._agenda.after(0.0, self._begun)
+            if self.training_started_s is None and instance.core:
+                self.training_started_s = self._event_queue.now_s
+            self._training_workers[instance.id] = len(instance.ranks)
+            if instance.core:
+                self._core = instance.id
+            replicas = self.spec.training_speed.count_replicas(len(instance.ranks), instance.core)
+            self.training.add_replicas(instance.id, replicas)
+        self._record_shares()
+        if not self._is_fill_scheduled:  # all that come at this time are there by then
+            self._is_fill_scheduled = True
+            self._event_queue.schedule_after(0.0, self._fill_when_ready)
 
-    def _begun(self) -> None:
-        self._due = False
-        self.fill()
+    def _fill_when_ready(self) -> None:
+        self._is_fill_scheduled = False
+        self.open_groups()
 
-    def failed(self, resident: str) -> None:
+    def fail_instance(self, instance_id: str) -> None:
         """A resident has ended with its host; a core's step is begun anew when there is one."""
-        if resident == self._core:
-            self.training.lose()
-        self.gone(resident)
+        if instance_id == self._core:
+            self.training.restart_step()
+        self.remove_instance(instance_id)
 
-    def gone(self, resident: str) -> None:
-        if shard := self._of.pop(resident, None):
-            shard.leave(resident)
-            del self._rolls[resident]
-        self.training.dismiss(resident)
-        self._workers.pop(resident, None)
-        self._told()
+    def remove_instance(self, instance_id: str) -> None:
+        if shard := self._shard_of_engine.pop(instance_id, None):
+            shard.remove_engine(instance_id)
+            del self._engine_workers[instance_id]
+        self.training.remove_replicas(instance_id)
+        self._training_workers.pop(instance_id, None)
+        self._record_shares()
 
     @property
     def engines(self) -> list[SimEngine]:
-        return [place.engine for shard in self.shards for place in shard.places.values()]
+        return [place.engine for shard in self.shards for place in shard.engines.values()]
 
     @property
-    def sampled(self) -> float:
-        return sum(shard.sampled for shard in self.shards)
+    def sampled_tokens(self) -> float:
+        return sum(shard.sampled_tokens for shard in self.shards)
 
-    def _smallest(self) -> Shard:
+    def _choose_shard(self) -> SimShard:
         """The shard of an engine that comes: a new one when all have as many as they may."""
-        smallest = min(self.shards, key=lambda one: len(one.places), default=None)
-        if smallest is None or len(smallest.places) >= ENGINES:
+        smallest = min(self.shards, key=lambda one: len(one.engines), default=None)
+        if smallest is None or len(smallest.engines) >= MAX_ENGINES_PER_SHARD:
             spec = self.spec
-            smallest = Shard(self._agenda, self._ended, spec.slots, spec.longest, spec.buckets)
+            smallest = SimShard(
+                self._event_queue,
+                self._on_trajectory_end,
+                spec.slots,
+                spec.max_trajectory_tokens,
+                spec.has_length_buckets,
+            )
             self.shards.append(smallest)
         return smallest
 
-    def _told(self) -> None:
-        rolls, trains = sum(self._rolls.values()), sum(self._workers.values())
-        self.shares.append((self._agenda.now_s, rolls, trains))
+    def _record_shares(self) -> None:
+        rolls, trains = sum(self._engine_workers.values()), sum(self._training_workers.values())
+        self.worker_shares.append((self._event_queue.now_s, rolls, trains))
 
     # -- its course --------------------------------------------------------------------------------
 
-    def fill(self) -> None:
+    def open_groups(self) -> None:
         """Opens groups as far as there is room, and the gate lets them through, as many at each
         shard.
         """
         each = -(-self.training.capacity // max(1, len(self.shards)))
         for shard in self.shards:
-            self._fill(shard, each)
+            self._fill_shard(shard, each)
 
-    def _fill(self, shard: Shard, most: int) -> None:
-        if self.began_s is None or not shard.places:
+    def _fill_shard(self, shard: SimShard, max_groups: int) -> None:
+        if self.training_started_s is None or not shard.engines:
             return
         spec, size = self.spec, self.spec.group_size
-        while most > 0 and self.training.capacity and (room := shard.room) > -size:
-            opened = self.training.admit(min(most, -(-(room + size) // size)))
-            most -= len(opened)
+        while max_groups > 0 and self.training.capacity and (room := shard.free_capacity) > -size:
+            opened = self.training.admit_groups(min(max_groups, -(-(room + size) // size)))
+            max_groups -= len(opened)
             share = self.training.version / max(1, spec.steps - 1)
             for group in opened:
                 for member in range(size):
-                    script = spec.workload.script(group.number, member, share)
-                    shard.open(group.number, group.prompt, group.version, script)
+                    script = spec.workload.draw_script(group.number, member, share)
+                    shard.start_trajectory(
+                        group.number, group.prompt_index, group.opened_version, script
+                    )
 
-    def _ended(self, shard: Shard, t: SimTrajectory) -> None:
-        whole = self.training.ended(t.group, t.oldest, t.context)
-        shard.worked.groups += whole
-        self._fill(shard, self.training.capacity)
+    def _on_trajectory_end(self, shard: SimShard, trajectory: SimTrajectory) -> None:
+        whole = self.training.end_trajectory(
+            trajectory.group, trajectory.oldest_version, trajectory.context_tokens
+        )
+        shard.work_counter.groups += whole
+        self._fill_shard(shard, self.training.capacity)
 
-    def _committed(self) -> None:
+    def _on_commit(self) -> None:
         version = self.training.version
         for shard in self.shards:
-            for place in shard.places.values():
+            for place in shard.engines.values():
                 engine = place.engine
-                if arrives_s := self.spec.arrives_s(engine.kind, engine.degree):
-                    self._agenda.after(arrives_s, partial(self._arrived, shard, engine, version))
+                if arrives_s := self.spec.get_arrival_s(engine.kind, engine.tensor_parallel_size):
+                    self._event_queue.schedule_after(
+                        arrives_s, partial(self._on_weights_arrival, shard, engine, version)
+                    )
                 else:
-                    self._take(engine, version)
+                    self._load_version(engine, version)
             shard.dispatch()
-        self.fill()
+        self.open_groups()
 
-    def _arrived(self, shard: Shard, engine: SimEngine, version: int) -> None:
-        if engine.name in shard.places and version > engine.version:
-            self._take(engine, version)
+    def _on_weights_arrival(self, shard: SimShard, engine: SimEngine, version: int) -> None:
+        if engine.name in shard.engines and version > engine.version:
+            self._load_version(engine, version)
             shard.dispatch()
-            self.fill()
+            self.open_groups()
 
-    def _take(self, engine: SimEngine, version: int) -> None:
+    def _load_version(self, engine: SimEngine, version: int) -> None:
         engine.version = version
         if self.spec.pull_s:
-            engine.stand(self.spec.pull_s)
+            engine.block(self.spec.pull_s)
 
     # -- what it says ------------------------------------------------------------------------------
 
     @property
-    def planned(self) -> PlannedJob:
+    def planned_job(self) -> PlannedJob:
         spec, training = self.spec, self.training
         return PlannedJob(
             spec.name,
             Phase.TRAINING,
-            spec.need,
+            spec.requirements,
             spec.planner,
             spec.groups_per_step,
             spec.group_size,
@@ -207,22 +225,25 @@ class SimJob:
             spec.slots,
             spec.bin_tokens,
             spec.steps,
-            training.requeued,
+            training.requeued_trajectories,
             steps_done=training.version,
-            measured=self._measured(),
-            pace=spec.pace,
-            training_pace=spec.training_pace,
+            measured=self._collect_measurements(),
+            pace=spec.emulated_engine,
+            training_pace=spec.emulated_training,
             model=spec.name,
             shape=spec.shape,
         )
 
-    def _measured(self) -> Measured:
+    def _collect_measurements(self) -> Measurements:
         alike: dict[int, list[SimEngine]] = {}
         for engine in self.engines:
             alike.setdefault(id(engine.speed), []).append(engine)
         curves = tuple(
-            same[0].speed.curve(round(mean(one.steps for one in same))) for same in alike.values()
+            same[0].speed.make_curve(round(mean(one.steps for one in same)))
+            for same in alike.values()
         )
         work = {f"shard-{n}": shard.work for n, shard in enumerate(self.shards)}
-        lengths = [one for shard in self.shards if (one := shard.worked.lengths) is not None]
-        return Measured(work | {"core": self.training.work}, curves, together(lengths))
+        lengths = [
+            one for shard in self.shards if (one := shard.work_counter.length_summary) is not None
+        ]
+        return Measurements(work | {"core": self.training.work}, curves, merge_lengths(lengths))

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshrl.common.base.occupancy import Occupancy
-from meshrl.common.state.pool.demand.measured import MeasuredWork
-from meshrl.services.rollout.routing import balance, queues
-from meshrl.services.rollout.routing.cmlfq import Scheduler
+from meshrl.common.state.pool.demand.measurements import MeasuredWork
+from meshrl.services.rollout.routing import load_balancer, queue_policy
+from meshrl.services.rollout.routing.assignment import AT_ENGINE, TURN
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
 from meshrl.services.rollout.routing.degree_buckets import MeasuredEngine as Rated
-from meshrl.services.rollout.routing.lengths import LengthTrees, Past, ToolReturn
-from meshrl.services.rollout.routing.queues import EngineLoad, LengthBucket, QueuedRequest
-from meshrl.services.rollout.routing.stay import AT_ENGINE, TURN
-from meshrl.services.rollout.worked import IN_FLIGHT, Worked
-from meshrl.sim.cluster.model.agenda import Agenda
+from meshrl.services.rollout.routing.length_trees import LengthTrees, PastTrajectory, ToolReturn
+from meshrl.services.rollout.routing.queue_policy import EngineLoad, LengthBucket, QueuedRequest
+from meshrl.services.rollout.work_counters import IN_FLIGHT, ShardWorkCounters
 from meshrl.sim.cluster.model.engine import SimEngine, SimRequest
-from meshrl.sim.cluster.model.workload import Script
+from meshrl.sim.cluster.model.event_queue import EventQueue
+from meshrl.sim.cluster.model.workload import TrajectoryScript
 
-LOOK_AHEAD = 64  # as of the router
+LOOKAHEAD_REQUESTS = 64  # as of the router
 
 
 @dataclass(eq=False, slots=True)
@@ -30,268 +30,302 @@ class SimTrajectory:
 
     group: int
     prompt: int  # the row of the data set
-    floor: int  # weights that are older may not serve it
-    script: Script
-    turn: int = 0
-    left: float = 0.0  # tokens of the turn
-    context: float = 0.0
-    sampled: float = 0.0
-    oldest: int = -1  # version of its first token
-    home: str = ""  # the engine that holds its cache
-    seat: str = ""  # the engine where it has a seat
+    min_version: int  # weights that are older may not serve it
+    script: TrajectoryScript
+    turn_index: int = 0
+    remaining_tokens: float = 0.0  # tokens of the turn
+    context_tokens: float = 0.0
+    sampled_tokens: float = 0.0
+    oldest_version: int = -1  # version of its first token
+    cache_engine: str = ""  # the engine that holds its cache
+    assigned_engine: str = ""  # the engine where it has a seat
     request: SimRequest | None = None
     bucket: int = 0
-    returns: list[tuple[ToolReturn, int]] = field(default_factory=list)  # and sampled by then
-    order: tuple[int, ...] = field(default=(), repr=False)
+    tool_returns: list[tuple[ToolReturn, int]] = field(default_factory=list)  # and sampled by then
+    queue_order: tuple[int, ...] = field(default=(), repr=False)
 
 
 @dataclass(slots=True)
-class SimPlace:
+class ShardEngine:
     """An engine as the shard loads it."""
 
     engine: SimEngine
     bucket: int = 0
-    out: dict[SimTrajectory, None] = field(default_factory=dict)  # turns under way, oldest first
-    held: int = 0  # trajectories with a seat there
+    running_trajectories: dict[SimTrajectory, None] = field(
+        default_factory=dict
+    )  # turns under way, oldest first
+    assigned_count: int = 0  # trajectories with a seat there
     _load: EngineLoad = field(init=False, repr=False, default=EngineLoad("", 1, 0, -1))
 
     @property
     def load(self) -> EngineLoad:
-        engine, load, out = self.engine, self._load, len(self.out)
-        now = (load.running, load.held, load.version, load.bucket)
-        if now != (out, self.held, engine.version, self.bucket) or not load.name:
+        engine, load, out = self.engine, self._load, len(self.running_trajectories)
+        now = (load.running, load.used_slots, load.version, load.bucket)
+        if now != (out, self.assigned_count, engine.version, self.bucket) or not load.name:
             name, slots = engine.name, engine.slots
-            self._load = EngineLoad(name, slots, out, engine.version, self.bucket, slots, self.held)
+            self._load = EngineLoad(
+                name, slots, out, engine.version, self.bucket, slots, self.assigned_count
+            )
         return self._load
 
 
-class Shard:
+class SimShard:
     """The engines of a shard and the trajectories that stay with them."""
 
     def __init__(
         self,
-        agenda: Agenda,
-        over: Callable[[Shard, SimTrajectory], None],
+        event_queue: EventQueue,
+        on_end: Callable[[SimShard, SimTrajectory], None],
         slots: int,
-        longest: int,
-        buckets: bool,
+        max_tokens: int,
+        has_length_buckets: bool,
     ) -> None:
         """`over` is told of each trajectory that has ended. With `buckets` engines form those of
         their degrees, for trajectories of up to `longest` tokens.
         """
-        whole = [LengthBucket(longest, slots)]
-        self._scheduler = Scheduler(whole, 1, LengthTrees(), follows=buckets)
-        self._learns = buckets
-        self.places: dict[str, SimPlace] = {}
-        self.worked = Worked(Occupancy(lambda: agenda.now_s))
-        self.sampled = 0.0  # tokens
-        self.under_way: set[SimTrajectory] = set()
-        self._agenda, self._over = agenda, over
+        whole = [LengthBucket(max_tokens, slots)]
+        self._scheduler = BucketScheduler(
+            whole, 1, LengthTrees(), follows_engines=has_length_buckets
+        )
+        self._has_length_buckets = has_length_buckets
+        self.engines: dict[str, ShardEngine] = {}
+        self.work_counter = ShardWorkCounters(Occupancy(lambda: event_queue.now_s))
+        self.sampled_tokens = 0.0  # tokens
+        self.trajectories: set[SimTrajectory] = set()
+        self._event_queue, self._on_end = event_queue, on_end
         self._queue: list[SimTrajectory] = []
-        self._arrivals = 0
+        self._arrival_count = 0
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def join(self, engine: SimEngine) -> None:
-        self.places[engine.name] = SimPlace(engine)
-        self._follow()
+    def add_engine(self, engine: SimEngine) -> None:
+        self.engines[engine.name] = ShardEngine(engine)
+        self._update_buckets()
         self.dispatch()
 
-    def leave(self, name: str) -> None:
+    def remove_engine(self, name: str) -> None:
         """An engine is gone; its trajectories go on elsewhere, from what they have."""
-        place = self.places.pop(name)
-        place.engine.clear()
-        self._follow()
-        for t in list(self.under_way):
-            if t.seat == name:
-                t.seat = ""
-        for t in list(place.out):
-            self._interrupt(t)
-            self._count(AT_ENGINE, -1)
-            self._place(t)
+        place = self.engines.pop(name)
+        place.engine.release_all()
+        self._update_buckets()
+        for t in list(self.trajectories):
+            if t.assigned_engine == name:
+                t.assigned_engine = ""
+        for t in list(place.running_trajectories):
+            self._interrupt_turn(t)
+            self._add_state_count(AT_ENGINE, -1)
+            self._route(t)
 
     @property
     def work(self) -> MeasuredWork:
-        return self.worked.work(round(self.sampled))
+        return self.work_counter.measure_work(round(self.sampled_tokens))
 
-    def _count(self, place: str, more: int) -> None:
-        spent = self.worked.spent
-        spent.put(place, spent.count(place) + more)
+    def _add_state_count(self, state: str, more: int) -> None:
+        spent = self.work_counter.occupancy
+        spent.set_count(state, spent.read_count(state) + more)
 
     @property
-    def room(self) -> int:
+    def free_capacity(self) -> int:
         """Trajectories that would find an engine at once."""
-        seats = sum(place.engine.slots - place.held for place in self.places.values())
-        idle = sum(max(0, p.engine.slots - len(p.out)) for p in self.places.values())
+        seats = sum(place.engine.slots - place.assigned_count for place in self.engines.values())
+        idle = sum(
+            max(0, p.engine.slots - len(p.running_trajectories)) for p in self.engines.values()
+        )
         return min(seats, idle - len(self._queue))
 
-    def look(self) -> None:
-        self._follow()
+    def balance_load(self) -> None:
+        self._update_buckets()
         loads = [
-            balance.TotalLoad(
+            load_balancer.EngineTotalLoad(
                 name,
                 p.engine.slots,
                 p.engine.running,
                 p.engine.waiting,
-                p.engine.speed.plateau,
+                p.engine.speed.plateau_batch,
                 p.engine.version,
             )
-            for name, p in self.places.items()
+            for name, p in self.engines.items()
         ]
-        for move in balance.balance(loads, floor=0):
-            source, target = self.places[move.source], self.places[move.target]
-            for t in list(source.out)[-move.count :]:
+        for move in load_balancer.plan_rebalance(loads, min_version=0):
+            source, target = self.engines[move.source], self.engines[move.target]
+            for t in list(source.running_trajectories)[-move.count :]:
                 assert t.request is not None
                 source.engine.release(t.request)
-                self._interrupt(t)
-                del source.out[t]
-                self._take(t, target)
+                self._interrupt_turn(t)
+                del source.running_trajectories[t]
+                self._submit(t, target)
 
-    def _follow(self) -> None:
-        engines = {name: place.engine for name, place in self.places.items()}
+    def _update_buckets(self) -> None:
+        engines = {name: place.engine for name, place in self.engines.items()}
         if not engines:
             return
-        rated = {n: Rated(e.degree, round(e.tokens), e.busy_s) for n, e in engines.items()}
-        if self._scheduler.follow(rated):
-            for t in self.under_way:
-                t.bucket = self._decided(t, 0).bucket if t.returns else 0
+        rated = {
+            n: Rated(e.tensor_parallel_size, round(e.generated_tokens), e.busy_s)
+            for n, e in engines.items()
+        }
+        if self._scheduler.update_engines(rated):
+            for t in self.trajectories:
+                t.bucket = self._decide_bucket(t, 0).bucket if t.tool_returns else 0
             for t in self._queue:
-                t.order = (*self._turn(t), t.order[-1])
-            self._queue.sort(key=lambda one: one.order)
-        degrees = {name: engine.degree for name, engine in engines.items()}
-        for name, bucket in queues.assign(degrees, self._scheduler.buckets).items():
-            self.places[name].bucket = bucket
+                t.queue_order = (*self._compute_order(t), t.queue_order[-1])
+            self._queue.sort(key=lambda one: one.queue_order)
+        degrees = {name: engine.tensor_parallel_size for name, engine in engines.items()}
+        for name, bucket in queue_policy.assign_buckets(degrees, self._scheduler.buckets).items():
+            self.engines[name].bucket = bucket
 
     # -- trajectories ------------------------------------------------------------------------------
 
-    def open(self, group: int, prompt: int, floor: int, script: Script) -> None:
-        t = SimTrajectory(group, prompt, floor, script, context=script.prompt)
-        self.under_way.add(t)
-        self._count(IN_FLIGHT, 1)
-        self._begin(t)
+    def start_trajectory(
+        self, group: int, prompt: int, min_version: int, script: TrajectoryScript
+    ) -> None:
+        t = SimTrajectory(group, prompt, min_version, script, context_tokens=script.prompt_tokens)
+        self.trajectories.add(t)
+        self._add_state_count(IN_FLIGHT, 1)
+        self._begin_turn(t)
 
-    def _begin(self, t: SimTrajectory) -> None:
-        t.left = t.script.turns[t.turn].tokens
-        self._count(TURN, 1)
-        self._place(t)
+    def _begin_turn(self, trajectory: SimTrajectory) -> None:
+        trajectory.remaining_tokens = trajectory.script.turns[trajectory.turn_index].tokens
+        self._add_state_count(TURN, 1)
+        self._route(trajectory)
 
-    def _place(self, t: SimTrajectory) -> None:
-        request = self._request(t)
-        place = self.places.get(t.home)
+    def _route(self, trajectory: SimTrajectory) -> None:
+        request = self._build_request(trajectory)
+        place = self.engines.get(trajectory.cache_engine)
         home = place.load if place is not None else None
-        if name := queues.place(request, home, self._loads, bool(self._queue)):
-            return self._send(t, self.places[name])
-        self._arrivals += 1
-        t.order = (*self._turn(t), self._arrivals)
-        insort(self._queue, t, key=lambda one: one.order)
+        if name := queue_policy.place_request(request, home, self._list_loads, bool(self._queue)):
+            return self._send_to_engine(trajectory, self.engines[name])
+        self._arrival_count += 1
+        trajectory.queue_order = (*self._compute_order(trajectory), self._arrival_count)
+        insort(self._queue, trajectory, key=lambda one: one.queue_order)
 
     def dispatch(self) -> None:
-        while self._queue and any(len(p.out) < p.engine.slots for p in self.places.values()):
-            first = self._queue[:LOOK_AHEAD]
-            found = queues.next_up([self._request(t) for t in first], self._loads())
+        while self._queue and any(
+            len(p.running_trajectories) < p.engine.slots for p in self.engines.values()
+        ):
+            first = self._queue[:LOOKAHEAD_REQUESTS]
+            found = queue_policy.choose_next(
+                [self._build_request(t) for t in first], self._list_loads()
+            )
             if found is None:
                 return
-            self._send(self._queue.pop(found[0]), self.places[found[1]])
+            self._send_to_engine(self._queue.pop(found[0]), self.engines[found[1]])
 
-    def _loads(self) -> list[EngineLoad]:
-        return [place.load for place in self.places.values()]
+    def _list_loads(self) -> list[EngineLoad]:
+        return [place.load for place in self.engines.values()]
 
-    def _send(self, t: SimTrajectory, place: SimPlace) -> None:
-        self._count(AT_ENGINE, 1)
-        self._take(t, place)
+    def _send_to_engine(self, trajectory: SimTrajectory, shard_engine: ShardEngine) -> None:
+        self._add_state_count(AT_ENGINE, 1)
+        self._submit(trajectory, shard_engine)
 
-    def _take(self, t: SimTrajectory, place: SimPlace) -> None:
-        name = place.engine.name
-        if t.seat != name:
-            self._free(t)
-            place.held += 1
-        known = t.home == name
-        t.seat = t.home = name
-        place.out[t] = None
-        if t.oldest < 0:
-            t.oldest = place.engine.version
-        cached = t.context if known else 0.0
-        t.request = SimRequest(t.left, t.context, cached, lambda: self._ended(t))
-        place.engine.submit(t.request)
+    def _submit(self, trajectory: SimTrajectory, shard_engine: ShardEngine) -> None:
+        name = shard_engine.engine.name
+        if trajectory.assigned_engine != name:
+            self._release_assignment(trajectory)
+            shard_engine.assigned_count += 1
+        known = trajectory.cache_engine == name
+        trajectory.assigned_engine = trajectory.cache_engine = name
+        shard_engine.running_trajectories[trajectory] = None
+        if trajectory.oldest_version < 0:
+            trajectory.oldest_version = shard_engine.engine.version
+        cached = trajectory.context_tokens if known else 0.0
+        trajectory.request = SimRequest(
+            trajectory.remaining_tokens,
+            trajectory.context_tokens,
+            cached,
+            lambda: self._on_turn_end(trajectory),
+        )
+        shard_engine.engine.submit(trajectory.request)
 
-    def _request(self, t: SimTrajectory) -> QueuedRequest:
-        return QueuedRequest(t.floor, t.home, self._bucket(t))
+    def _build_request(self, trajectory: SimTrajectory) -> QueuedRequest:
+        return QueuedRequest(
+            trajectory.min_version, trajectory.cache_engine, self._choose_bucket(trajectory)
+        )
 
-    def _bucket(self, t: SimTrajectory) -> int:
+    def _choose_bucket(self, trajectory: SimTrajectory) -> int:
         """Its bucket, or the nearest, rather longer, one that has an engine now."""
         if len(self._scheduler.buckets) == 1:
             return 0
-        there = {p.bucket for p in self.places.values() if p.engine.version >= t.floor}
-        return queues.served(t.bucket, there)
+        there = {
+            p.bucket for p in self.engines.values() if p.engine.version >= trajectory.min_version
+        }
+        return queue_policy.find_nearest_bucket(trajectory.bucket, there)
 
-    def _turn(self, t: SimTrajectory) -> tuple[int, ...]:
-        return self._scheduler.order(t.group, t.bucket)
+    def _compute_order(self, trajectory: SimTrajectory) -> tuple[int, ...]:
+        return self._scheduler.compute_order(trajectory.group, trajectory.bucket)
 
-    def _decided(self, t: SimTrajectory, bucket: int) -> queues.BucketDecision:
-        path = [returned for returned, _ in t.returns]
-        estimate = self._scheduler.lengths.estimate(t.prompt, path)
-        return queues.decide(estimate, bucket, self._scheduler.buckets)
+    def _decide_bucket(self, trajectory: SimTrajectory, bucket: int) -> queue_policy.BucketDecision:
+        path = [returned for returned, _ in trajectory.tool_returns]
+        estimate = self._scheduler.length_trees.estimate(trajectory.prompt, path)
+        return queue_policy.decide_bucket(estimate, bucket, self._scheduler.buckets)
 
-    def _returned(self, t: SimTrajectory, returned: ToolReturn) -> None:
+    def _on_tool_return(self, trajectory: SimTrajectory, returned: ToolReturn) -> None:
         """A tool has answered: the trajectory may belong to another bucket now."""
-        t.returns.append((returned, round(t.sampled)))
+        trajectory.tool_returns.append((returned, round(trajectory.sampled_tokens)))
         if len(self._scheduler.buckets) == 1:
             return
-        decision = self._decided(t, t.bucket)
-        t.bucket = decision.bucket
-        home = self.places.get(t.home)
+        decision = self._decide_bucket(trajectory, trajectory.bucket)
+        trajectory.bucket = decision.bucket
+        home = self.engines.get(trajectory.cache_engine)
         if decision.outcome != "causal_signal_agree" or home is None:
             return
-        if home.bucket != self._bucket(t):
-            self._free(t)
-            t.home = ""
+        if home.bucket != self._choose_bucket(trajectory):
+            self._release_assignment(trajectory)
+            trajectory.cache_engine = ""
 
-    def _free(self, t: SimTrajectory) -> None:
-        if t.seat in self.places:
-            self.places[t.seat].held -= 1
-        t.seat = ""
+    def _release_assignment(self, trajectory: SimTrajectory) -> None:
+        if trajectory.assigned_engine in self.engines:
+            self.engines[trajectory.assigned_engine].assigned_count -= 1
+        trajectory.assigned_engine = ""
 
-    def _interrupt(self, t: SimTrajectory) -> None:
+    def _interrupt_turn(self, trajectory: SimTrajectory) -> None:
         """Takes over what an engine has made of a turn."""
-        request, t.request = t.request, None
+        request, trajectory.request = trajectory.request, None
         assert request is not None
-        self._made(t, request)
-        t.left = request.left
+        self._add_tokens(trajectory, request)
+        trajectory.remaining_tokens = request.remaining_tokens
 
-    def _made(self, t: SimTrajectory, request: SimRequest) -> None:
-        t.context += request.made
-        t.sampled += request.made
-        self.sampled += request.made
+    def _add_tokens(self, trajectory: SimTrajectory, request: SimRequest) -> None:
+        trajectory.context_tokens += request.made_tokens
+        trajectory.sampled_tokens += request.made_tokens
+        self.sampled_tokens += request.made_tokens
 
-    def _ended(self, t: SimTrajectory) -> None:
+    def _on_turn_end(self, trajectory: SimTrajectory) -> None:
         """A turn is over: its tool begins."""
-        request, t.request = t.request, None
+        request, trajectory.request = trajectory.request, None
         assert request is not None
-        del self.places[t.seat].out[t]
-        self._made(t, request)
-        self._count(AT_ENGINE, -1)
-        self._count(TURN, -1)
-        turn = t.script.turns[t.turn]
+        del self.engines[trajectory.assigned_engine].running_trajectories[trajectory]
+        self._add_tokens(trajectory, request)
+        self._add_state_count(AT_ENGINE, -1)
+        self._add_state_count(TURN, -1)
+        turn = trajectory.script.turns[trajectory.turn_index]
         if turn.tool_s > 0:
-            self._agenda.after(turn.tool_s, lambda: self._answered(t))
+            self._event_queue.schedule_after(turn.tool_s, lambda: self._on_tool_answer(trajectory))
         else:
-            self._answered(t)
+            self._on_tool_answer(trajectory)
         self.dispatch()
 
-    def _answered(self, t: SimTrajectory) -> None:
-        t.turn += 1
-        if t.turn < len(t.script.turns):
-            turn = t.script.turns[t.turn - 1]
-            t.context += turn.answer
-            if turn.returned is not None and self._learns:
-                self._returned(t, turn.returned)
-            return self._begin(t)
-        self._free(t)
-        if self._learns:
-            self._scheduler.lengths.learn(Past(t.prompt, tuple(t.returns), round(t.sampled)))
-        self.under_way.remove(t)
-        self._count(IN_FLIGHT, -1)
-        self.worked.trajectories += 1
-        self.worked.ended(round(t.sampled), round(t.script.prompt))
-        self._over(self, t)
+    def _on_tool_answer(self, trajectory: SimTrajectory) -> None:
+        trajectory.turn_index += 1
+        if trajectory.turn_index < len(trajectory.script.turns):
+            turn = trajectory.script.turns[trajectory.turn_index - 1]
+            trajectory.context_tokens += turn.answer_tokens
+            if turn.tool_return is not None and self._has_length_buckets:
+                self._on_tool_return(trajectory, turn.tool_return)
+            return self._begin_turn(trajectory)
+        self._release_assignment(trajectory)
+        if self._has_length_buckets:
+            self._scheduler.length_trees.learn(
+                PastTrajectory(
+                    trajectory.prompt,
+                    tuple(trajectory.tool_returns),
+                    round(trajectory.sampled_tokens),
+                )
+            )
+        self.trajectories.remove(trajectory)
+        self._add_state_count(IN_FLIGHT, -1)
+        self.work_counter.trajectories += 1
+        self.work_counter.add_trajectory(
+            round(trajectory.sampled_tokens), round(trajectory.script.prompt_tokens)
+        )
+        self._on_end(self, trajectory)
         self.dispatch()

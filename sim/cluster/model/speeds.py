@@ -7,68 +7,72 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from meshrl.common.job.pace import Pace
-from meshrl.common.state.pool.demand.measured import Curve
-from meshrl.services.planner.costs.rollout import EngineGang
+from meshrl.common.job.emulation import EmulatedEngineSpeed
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.services.planner.costs.rollout_costs import EngineGang
 
-LEAST_S = 1e-9  # of a decode step
+MIN_STEP_S = 1e-9  # of a decode step
 
 
 class SimSpeed(Protocol):
     """How fast one gang is."""
 
-    def step_s(self, batch: float, context: float) -> float:
+    def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
         """Seconds of a decode step of `batch` sequences with so many tokens of context each."""
         ...
 
-    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+    def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
         """Seconds of the forward pass of so many tokens behind `before` others."""
         ...
 
-    def capacity(self) -> float:
+    def get_capacity_tokens(self) -> float:
         """Tokens whose keys and values fit."""
         ...
 
     @property
-    def plateau(self) -> int:
+    def plateau_batch(self) -> int:
         """Sequences from which more bring hardly more tokens a second; 0: not known."""
         ...
 
-    def curve(self, steps: int) -> Curve:
+    def make_curve(self, steps: int) -> DecodeCurve:
         """What its engine has measured of itself in so many decode steps."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class PacedSpeed:
+class EmulatedSpeed:
     """Of engines that imitate a pace."""
 
-    pace: Pace
+    emulated_speed: EmulatedEngineSpeed
     kind: str
-    degree: int
+    tensor_parallel_size: int
 
-    def step_s(self, batch: float, context: float) -> float:
-        return self.pace.decode_s * max(1.0, batch / self.pace.plateau) + self.pace.collectives_s
+    def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
+        return (
+            self.emulated_speed.decode_step_s
+            * max(1.0, batch_size / self.emulated_speed.plateau_batch)
+            + self.emulated_speed.collectives_s
+        )
 
-    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
-        return tokens / self.pace.prefill_tokens_per_s
+    def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
+        return tokens / self.emulated_speed.prefill_tokens_per_s
 
-    def capacity(self) -> float:
+    def get_capacity_tokens(self) -> float:
         return math.inf
 
     @property
-    def plateau(self) -> int:
-        return self.pace.plateau
+    def plateau_batch(self) -> int:
+        return self.emulated_speed.plateau_batch
 
-    def curve(self, steps: int) -> Curve:
-        pace = self.pace
-        return Curve(
+    def make_curve(self, steps: int) -> DecodeCurve:
+        pace = self.emulated_speed
+        return DecodeCurve(
             self.kind,
-            self.degree,
-            pace.decode_s + pace.collectives_s,
+            self.tensor_parallel_size,
+            pace.decode_step_s + pace.collectives_s,
             prefill_tokens_per_s=pace.prefill_tokens_per_s,
             steps=steps,
-            most_tokens_per_s=pace.plateau / pace.decode_s,
+            most_tokens_per_s=pace.plateau_batch / pace.decode_step_s,
         )
 
 
@@ -76,53 +80,53 @@ class PacedSpeed:
 class MeasuredSpeed:
     """Of engines by a curve."""
 
-    measured: Curve
+    measured_curve: DecodeCurve
 
-    def step_s(self, batch: float, context: float) -> float:
-        return max(self.measured.step_s(batch, context), LEAST_S)
+    def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
+        return max(self.measured_curve.predict_step_s(batch_size, context_tokens), MIN_STEP_S)
 
-    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+    def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
         """Whatever is before; nothing where no rate is known."""
-        rate = self.measured.prefill_tokens_per_s
+        rate = self.measured_curve.prefill_tokens_per_s
         return tokens / rate if rate else 0.0
 
-    def capacity(self) -> float:
+    def get_capacity_tokens(self) -> float:
         """Nobody measured how many tokens are too many."""
         return math.inf
 
     @property
-    def plateau(self) -> int:
+    def plateau_batch(self) -> int:
         """Where all sequences together take as long as the rest of a step."""
-        curve = self.measured
+        curve = self.measured_curve
         return max(1, round(curve.base_s / curve.sequence_s)) if curve.sequence_s else 0
 
-    def curve(self, steps: int) -> Curve:
-        return replace(self.measured, steps=steps)
+    def make_curve(self, steps: int) -> DecodeCurve:
+        return replace(self.measured_curve, steps=steps)
 
 
 @dataclass(frozen=True)
 class ModelSpeed:
-    """Of a model on accelerators (`services/planner/costs/rollout.py`)."""
+    """Of a model on accelerators (`services/planner/costs/rollout_costs.py`)."""
 
     gang: EngineGang
 
-    def step_s(self, batch: float, context: float) -> float:
-        return self.gang.step_s(batch, context)
+    def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
+        return self.gang.predict_decode_step_s(batch_size, context_tokens)
 
-    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
-        return self.gang.prefill_s(tokens, before)
+    def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
+        return self.gang.predict_prefill_s(tokens, prefix_tokens)
 
-    def capacity(self) -> float:
-        return self.gang.capacity()
+    def get_capacity_tokens(self) -> float:
+        return self.gang.compute_kv_capacity()
 
     @property
-    def plateau(self) -> int:
+    def plateau_batch(self) -> int:
         """Where a step's arithmetic takes longer than the reading of its weights."""
-        return max(1, round(self.gang.step_s(1, 0) / self.gang.busy_s))
+        return max(1, round(self.gang.predict_decode_step_s(1, 0) / self.gang.token_compute_s))
 
-    def curve(self, steps: int) -> Curve:
+    def make_curve(self, steps: int) -> DecodeCurve:
         return replace(self._curve, steps=steps)
 
     @cached_property
-    def _curve(self) -> Curve:
-        return self.gang.curve()
+    def _curve(self) -> DecodeCurve:
+        return self.gang.predict_curve()

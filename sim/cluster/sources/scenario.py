@@ -17,115 +17,115 @@ from typing import Any, Literal
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.job.constraints import (
-    Count,
-    File,
-    FileTable,
-    Name,
-    Natural,
-    NonNegative,
-    Positive,
-    Share,
-    Text,
-    Whole,
+    ConfigTable,
+    FilePath,
+    Fraction,
+    Integer,
+    JobName,
+    NonEmptyText,
+    NonNegativeInteger,
+    NonNegativeNumber,
+    PositiveInteger,
+    PositiveNumber,
 )
 from meshrl.common.job.schema import Schema
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.job.toml import reading
+from meshrl.job.toml import reader
 from meshrl.sim.cluster.model.cluster import SimFailure, SimHosts, Switches
 
 
 @dataclass(frozen=True)
-class ModelTable(FileTable):
+class ModelTable(ConfigTable):
     """`[jobs.model]`: the shape of what is trained; `parameters` 0: the job has a pace."""
 
-    parameters: NonNegative = 0.0
-    active: NonNegative = 0.0  # parameters that a token is computed with; 0: all
-    layers: Natural = 0
-    hidden: Natural = 0
-    heads: Natural = 0
-    kv_heads: Natural = 0
-    head_dim: Natural = 0
-    experts: Natural = 0
-    experts_per_token: Natural = 0
+    parameters: NonNegativeNumber = 0.0
+    active: NonNegativeNumber = 0.0  # parameters that a token is computed with; 0: all
+    layers: NonNegativeInteger = 0
+    hidden: NonNegativeInteger = 0
+    heads: NonNegativeInteger = 0
+    kv_heads: NonNegativeInteger = 0
+    head_dim: NonNegativeInteger = 0
+    experts: NonNegativeInteger = 0
+    experts_per_token: NonNegativeInteger = 0
 
 
 @dataclass(frozen=True)
-class MeasuredTable(FileTable):
+class MeasuredTable(ConfigTable):
     """`[jobs.measured]`: how fast its engines and its trainer were; `base_s` 0: nothing is."""
 
-    kind: Name = "CPU"  # of the accelerators that it was measured on,
-    degree: Count = 1  # and so many of an engine
-    base_s: NonNegative = 0.0  # of a decode step,
-    sequence_s: NonNegative = 0.0  # for each sequence in it,
-    context_s: NonNegative = 0.0  # and for each token of their contexts
-    prefill_tokens_per_s: NonNegative = 0.0  # 0: prefill is in what follows turns
-    train_tokens_per_s: NonNegative = 0.0  # of one that computes gradients
-    update_s: NonNegative = 0.0  # of a step, whoever computes
+    kind: JobName = "CPU"  # of the accelerators that it was measured on,
+    degree: PositiveInteger = 1  # and so many of an engine
+    base_s: NonNegativeNumber = 0.0  # of a decode step,
+    sequence_s: NonNegativeNumber = 0.0  # for each sequence in it,
+    context_s: NonNegativeNumber = 0.0  # and for each token of their contexts
+    prefill_tokens_per_s: NonNegativeNumber = 0.0  # 0: prefill is in what follows turns
+    train_tokens_per_s: NonNegativeNumber = 0.0  # of one that computes gradients
+    update_s: NonNegativeNumber = 0.0  # of a step, whoever computes
 
 
 @dataclass(frozen=True)
-class AnswerTable(FileTable):
+class AnswerTable(ConfigTable):
     """`[[jobs.workload.answers]]`: what a tool may answer, and what follows."""
 
-    tool: Name = "tool"
+    tool: JobName = "tool"
     size: Literal["small", "medium", "large"] = "small"
     status: Literal["success", "failure", "timeout"] = "success"
-    weight: Positive = 1.0
-    seconds: NonNegative = 0.0
-    tokens: NonNegative = 0.0
-    ends: Share = 0.5  # probability that the turn behind it is the last one
-    scale: Positive = 1.0  # of the lengths of all turns behind it
+    weight: PositiveNumber = 1.0
+    seconds: NonNegativeNumber = 0.0
+    tokens: NonNegativeNumber = 0.0
+    ends: Fraction = 0.5  # probability that the turn behind it is the last one
+    scale: PositiveNumber = 1.0  # of the lengths of all turns behind it
 
 
 @dataclass(frozen=True)
-class DriftTable(FileTable):
+class DriftTable(ConfigTable):
     """A quantity that grows along the run."""
 
-    first: NonNegative = 0.0
-    last: NonNegative = 0.0
+    first: NonNegativeNumber = 0.0
+    last: NonNegativeNumber = 0.0
 
 
 @dataclass(frozen=True)
-class WorkloadTable(FileTable):
+class WorkloadTable(ConfigTable):
     """`[jobs.workload]`: what trajectories are. With `answers` turns follow until one of them ends
     the trajectory; without, there are `turns`, each with a tool of `tool_s`.
     """
 
-    trace: File = ""  # JSON lines of trajectories, in place of all that is drawn
-    prompt: NonNegative = 512.0
+    trace: FilePath = ""  # JSON lines of trajectories, in place of all that is drawn
+    prompt: NonNegativeNumber = 512.0
     median: DriftTable = field(default_factory=lambda: DriftTable(512.0, 512.0))  # tokens of a turn
     sigma: DriftTable = field(default_factory=lambda: DriftTable(0.8, 0.8))
-    turns: Count = 1  # with answers: at most
+    turns: PositiveInteger = 1  # with answers: at most
     tool_s: DriftTable = field(default_factory=DriftTable)
-    longest: Natural = 0  # tokens of a trajectory; 0: as many as are drawn
+    longest: NonNegativeInteger = 0  # tokens of a trajectory; 0: as many as are drawn
     answers: list[AnswerTable] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class JobTable(FileTable):
+class JobTable(ConfigTable):
     """`[[jobs]]`: a job that runs from the beginning."""
 
-    name: Name = "job"
-    steps: Count = 48
-    groups_per_step: Count = 16
-    group_size: Count = 8
-    max_staleness: Natural = 2
-    slots: Count = 256  # of an engine
-    bin_tokens: Natural = 0
+    name: JobName = "job"
+    steps: PositiveInteger = 48
+    groups_per_step: PositiveInteger = 16
+    group_size: PositiveInteger = 8
+    max_staleness: NonNegativeInteger = 2
+    slots: PositiveInteger = 256  # of an engine
+    bin_tokens: NonNegativeInteger = 0
     colocated: bool = False  # all accelerators roll out, then all train: nobody decides
     plan: Literal["", "uniform", "mixed"] = ""  # the planner's layout instead of the next keys'
-    ranks: Count = 1  # of the core
-    tensor: Count = 1  # of the core: degree of tensor parallelism,
-    pipeline: Count = 1  # and stages
-    degrees: list[Count] = field(default_factory=lambda: [1])  # that engines may have
-    pull_s: NonNegative = 0.0  # that an engine stands for other weights
-    weights_s: NonNegative = 0.0  # from a step until engines have its weights,
+    ranks: PositiveInteger = 1  # of the core
+    tensor: PositiveInteger = 1  # of the core: degree of tensor parallelism,
+    pipeline: PositiveInteger = 1  # and stages
+    degrees: list[PositiveInteger] = field(default_factory=lambda: [1])  # that engines may have
+    pull_s: NonNegativeNumber = 0.0  # that an engine stands for other weights
+    weights_s: NonNegativeNumber = 0.0  # from a step until engines have its weights,
     links: bool = False  # and besides what the model's bytes take over the network of hosts
     pace: str = ""  # of engines, in place of a model
     training_pace: str = ""
     measured: MeasuredTable = field(default_factory=MeasuredTable)  # in place of both
-    share: Positive = 1.0
-    priority: Whole = 0
+    share: PositiveNumber = 1.0
+    priority: Integer = 0
     helped: bool = True
     buckets: bool = True  # C-MLFQ, where engines have several degrees
     model: ModelTable = field(default_factory=ModelTable)
@@ -134,29 +134,29 @@ class JobTable(FileTable):
 
 
 @dataclass(frozen=True)
-class ArmTable(FileTable):
+class ArmTable(ConfigTable):
     """`[[arms]]`: the scenario with some keys changed, each `KEY=VALUE`."""
 
-    name: Text = "as it is"
+    name: NonEmptyText = "as it is"
     set: list[str] = field(default_factory=list)
     # KEY=[VALUE, VALUE]: of all combinations, the fastest is the arm.
     best: list[str] = field(default_factory=list)
     # Parts of the run of each of which it is the fastest of those, as of one who knows what comes
     # and changes in no time; 0: of the whole run.
-    stretches: Natural = 0
-    paper: NonNegative = 0.0  # how much faster than the first arm the sources say; 0: nothing
+    stretches: NonNegativeInteger = 0
+    paper: NonNegativeNumber = 0.0  # how much faster than the first arm the sources say; 0: nothing
     ratio: str = ""  # the name under which the last arm's tokens a second over this one's are told
 
 
 @dataclass(frozen=True)
-class Scenario(FileTable):
+class Scenario(ConfigTable):
     """A whole file, checked."""
 
     title: str = ""
     sources: list[str] = field(default_factory=list)  # what is taken from where
-    seed: Natural = 0
-    seeds: Count = 1  # so many, from that one on: ratios are the medians of all
-    until_s: Positive = 86400.0
+    seed: NonNegativeInteger = 0
+    seeds: PositiveInteger = 1  # so many, from that one on: ratios are the medians of all
+    until_s: PositiveNumber = 86400.0
     hosts: list[SimHosts] = field(default_factory=lambda: [SimHosts()])
     pool: PoolSettings = field(default_factory=PoolSettings)
     switches: Switches = field(default_factory=Switches)
@@ -165,29 +165,29 @@ class Scenario(FileTable):
     arms: list[ArmTable] = field(default_factory=list)
 
 
-SCENARIO = Schema(Scenario, "docs/simulator.md lists all keys of a scenario")
+SCENARIO_SCHEMA = Schema(Scenario, "docs/simulator.md lists all keys of a scenario")
 
 
 @dataclass(frozen=True)
 class Arm:
     """What is run, and compared."""
 
-    about: ArmTable
-    tries: Mapping[str, Scenario]  # by what is set in each; the fastest counts
+    table: ArmTable
+    scenarios: Mapping[str, Scenario]  # by what is set in each; the fastest counts
 
 
-def read(path: Path, changes: list[str]) -> dict[str, Arm]:
+def read_arms(path: Path, changes: list[str]) -> dict[str, Arm]:
     """The arms of a file, in order, each with `KEY=VALUE` changes; ConfigError says what is wrong
     where.
     """
-    document, places = reading.read(path, "the scenario")
+    document, places = reader.read_toml(path, "the scenario")
 
     def fail(key: str, message: str, fix: str) -> ConfigError:
-        return reading.mistake(path, places, key, message, fix)
+        return reader.make_error(path, places, key, message, fix)
 
     for change in changes:
-        apply(document, change)
-    whole = SCENARIO.validated(document, fail)
+        apply_change(document, change)
+    whole = SCENARIO_SCHEMA.validate(document, fail)
     found: dict[str, Arm] = {}
     for what, names in (
         ("arms", [a.name for a in whole.arms]),
@@ -198,18 +198,18 @@ def read(path: Path, changes: list[str]) -> dict[str, Arm]:
     for arm in whole.arms or [ArmTable()]:
         changed = copy.deepcopy(document)
         for change in arm.set:
-            apply(changed, change)
+            apply_change(changed, change)
         tries = {}
-        for chosen in product(*map(choices, arm.best)):
+        for chosen in product(*map(expand_choices, arm.best)):
             one = copy.deepcopy(changed)
             for change in chosen:
-                apply(one, change)
-            tries[" ".join(chosen)] = SCENARIO.validated(one, fail)
+                apply_change(one, change)
+            tries[" ".join(chosen)] = SCENARIO_SCHEMA.validate(one, fail)
         found[arm.name] = Arm(arm, tries)
     return found
 
 
-def choices(text: str) -> list[str]:
+def expand_choices(text: str) -> list[str]:
     """The `KEY=VALUE` of each value of a `KEY=[VALUE, VALUE]`."""
     key, _, values = text.partition("=")
     try:
@@ -221,7 +221,7 @@ def choices(text: str) -> list[str]:
     return [f"{key.strip()}={json.dumps(value)}" for value in found]
 
 
-def apply(document: dict[str, Any], change: str) -> None:
+def apply_change(document: dict[str, Any], change: str) -> None:
     """Changes a key of a document. One of a list is named by its `name` or `kind`, as the hosts of
     `hosts.H100.count=16`; without a name it is all of them. `workers.H100=16` is so many
     accelerators of a kind in all, with hosts of their own where there were none.
@@ -235,19 +235,19 @@ def apply(document: dict[str, Any], change: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text.strip()
     if parts[0] == "workers" and len(parts) == 2:
-        _staff(document, parts[1], value, change)
+        _set_worker_count(document, parts[1], value, change)
     else:
-        _put(document, parts, value, change)
+        _set_value(document, parts, value, change)
 
 
-def _staff(document: dict[str, Any], kind: str, count: Any, change: str) -> None:
+def _set_worker_count(document: dict[str, Any], kind: str, count: Any, change: str) -> None:
     """Sets how many accelerators of a kind there are: whole hosts, as many as each has there."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         raise ConfigError(
             f"{change!r} names no number of accelerators", fix="As in workers.H100=16"
         )
     hosts = document.setdefault("hosts", [])
-    there = [one for one in hosts if kind.lower() in _names(one)]
+    there = [one for one in hosts if kind.lower() in _get_names(one)]
     each = int(there[0].get("accelerators", 8)) if there else min(8, max(count, 1))
     if count % each:
         raise ConfigError(
@@ -261,22 +261,22 @@ def _staff(document: dict[str, Any], kind: str, count: Any, change: str) -> None
         hosts.append({"kind": kind.upper(), "count": count // each, "accelerators": each})
 
 
-def _put(table: Any, parts: list[str], value: Any, change: str) -> None:
+def _set_value(table: Any, parts: list[str], value: Any, change: str) -> None:
     first, *rest = parts
     if isinstance(table, list):
-        named = [one for one in table if first.lower() in _names(one)]
+        named = [one for one in table if first.lower() in _get_names(one)]
         for one in named[:1] or table:
-            _put(one, rest if named else parts, value, change)
+            _set_value(one, rest if named else parts, value, change)
         return
     there = table.get(first) if isinstance(table, dict) else None
     tables = isinstance(there, list) and any(isinstance(one, dict) for one in there)
     if not isinstance(table, dict) or (tables and not rest):
         raise ConfigError(f"{change!r} names no single value", fix="Name one key of a table")
     if rest:
-        _put(table.setdefault(first, {}), rest, value, change)
+        _set_value(table.setdefault(first, {}), rest, value, change)
     else:
         table[first] = value
 
 
-def _names(table: Mapping[str, Any]) -> set[str]:
+def _get_names(table: Mapping[str, Any]) -> set[str]:
     return {str(table.get(name, "")).lower() for name in ("name", "kind")}

@@ -1,1 +1,3 @@
-"""Faults of a virtual mesh, and the checks of what is left after them. Open `faults.py` first."""
+"""Faults of a virtual mesh, and the checks of what is left after them. Open `fault_schedule.py`
+first.
+"""

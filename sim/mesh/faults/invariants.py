@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshrl.common.base.digest import digest_of
-from meshrl.common.base.files.damage import EVENT, QUARANTINE
-from meshrl.sim.mesh.faults.damage import APPENDED, named_in, unnoticed
-from meshrl.sim.mesh.faults.witness import Facts
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.files.corruption import CORRUPTION_EVENT, QUARANTINE_DIRECTORY
+from meshrl.sim.mesh.faults.corruption import APPENDED_KINDS, is_named_in, read_without_atime
+from meshrl.sim.mesh.faults.state_observer import FinalState
 
 Violations = Iterator[str]
-_FRAME = struct.Struct("<IIB")
-_HEADER = b"MRLEDGR\x03" + zlib.crc32(b"MRLEDGR\x03").to_bytes(4, "little")
-_ENDS = {"requeued", "dropped", "filtered"}  # events that end one group
+_LEDGER_FRAME = struct.Struct("<IIB")
+_LEDGER_HEADER = b"MRLEDGR\x03" + zlib.crc32(b"MRLEDGR\x03").to_bytes(4, "little")
+_GROUP_END_EVENTS = {"requeued", "dropped", "filtered"}  # events that end one group
 
 
 @dataclass(frozen=True)
-class MeshTerms:
+class InvariantLimits:
     """What the job was given."""
 
     steps: int
@@ -29,24 +29,24 @@ class MeshTerms:
     keep_checkpoints: int
 
 
-def check(facts: Facts, terms: MeshTerms) -> list[str]:
+def check_invariants(final_state: FinalState, limits: InvariantLimits) -> list[str]:
     """A line for each violation."""
-    every: tuple[Callable[[Facts, MeshTerms], Violations], ...] = (
-        exactly_once,
-        history,
-        silence,
-        whole_steps,
-        staleness,
-        gate,
-        store,
-        ledgers,
-        nothing_left,
-        the_end,
-    )
-    return [f"{one.__name__}: {told}" for one in every for told in one(facts, terms)]
+    every: dict[str, Callable[[FinalState, InvariantLimits], Violations]] = {
+        "exactly_once": check_exactly_once,
+        "history": check_history,
+        "silence": check_corruption_reported,
+        "whole_steps": check_steps_contiguous,
+        "staleness": check_staleness,
+        "gate": check_group_indexes,
+        "store": check_store,
+        "ledgers": check_ledgers,
+        "nothing_left": check_nothing_left,
+        "the_end": check_final_phase,
+    }
+    return [f"{name}: {told}" for name, one in every.items() for told in one(final_state, limits)]
 
 
-def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
+def compute_fates(final_state: FinalState) -> tuple[set[int], dict[int, list[str]]]:
     """Groups that were opened, and how each of them ended, in the lineage that stands."""
     opened: set[int] = set()
     ends: dict[int, list[str]] = {}
@@ -54,13 +54,13 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
     def end(group: int, how: str) -> None:
         ends.setdefault(group, []).append(how)
 
-    for kind, told in facts.events:
+    for kind, told in final_state.events:
         if kind == "opened":
             opened.update(told["groups"])
         elif kind == "stale":
             for row in told["groups"]:
                 end(row["group"], "stale")
-        elif kind in _ENDS:
+        elif kind in _GROUP_END_EVENTS:
             end(told["group"], kind)
         elif kind == "step":
             for row in told["groups"]:
@@ -70,19 +70,22 @@ def fates(facts: Facts) -> tuple[set[int], dict[int, list[str]]]:
         elif kind == "lineage":
             for group, hows in ends.items():
                 gone = told.get("lost_through", 0)  # an older checkpoint tells not of its groups
-                lost = any(_after(how, told["version"]) and not _after(how, gone) for how in hows)
-                kept = [how for how in hows if not _after(how, told["version"])]
+                lost = any(
+                    _is_later_step(how, told["version"]) and not _is_later_step(how, gone)
+                    for how in hows
+                )
+                kept = [how for how in hows if not _is_later_step(how, told["version"])]
                 ends[group] = [*kept, "lost"] if lost else kept
     return opened, {group: hows for group, hows in ends.items() if hows}
 
 
-def history(facts: Facts, terms: MeshTerms) -> Violations:
+def check_history(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Whatever Redis has lost since: a version of a lineage has one manifest, and a group's number
     is used once.
     """
     manifests: dict[tuple[int, int], set[str]] = {}
     opened: Counter[int] = Counter()
-    for kind, told in facts.history:
+    for kind, told in final_state.history:
         if kind == "opened":
             opened.update(told["groups"])
         elif kind == "step":
@@ -95,26 +98,28 @@ def history(facts: Facts, terms: MeshTerms) -> Violations:
         yield f"{len(twice)} groups were opened twice: {twice[:5]}"
 
 
-def silence(facts: Facts, terms: MeshTerms) -> Violations:
+def check_corruption_reported(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Damage that somebody has read is told."""
-    told = [str(fields) for kind, fields in facts.history if kind == EVENT]
-    told += [facts.refused, str(facts.job.get("error"))]
-    for damage in facts.damages:
-        if damage.kind in APPENDED and not _whole_behind(unnoticed(damage.link)):
+    told = [str(fields) for kind, fields in final_state.history if kind == CORRUPTION_EVENT]
+    told += [final_state.start_error, str(final_state.job_row.get("error"))]
+    for damage in final_state.corruptions:
+        if damage.kind in APPENDED_KINDS and not _has_record_after_gap(
+            read_without_atime(damage.link)
+        ):
             continue  # as after a power cut
-        if damage.path in facts.replaced:
+        if damage.path in final_state.replaced_files:
             continue  # it was set aside when it was written again
-        if damage.read and not any(named_in(damage.path, text) for text in told):
-            yield f"{damage.path} ({damage.how}) was read, and nobody said so"
+        if damage.was_read and not any(is_named_in(damage.path, text) for text in told):
+            yield f"{damage.path} ({damage.method}) was read, and nobody said so"
 
 
-def _whole_behind(segment: bytes) -> bool:
+def _has_record_after_gap(segment: bytes) -> bool:
     """Whether a whole record lies behind something that is none."""
-    gap = not segment.startswith(_HEADER)
-    offset = 0 if gap else len(_HEADER)
-    while offset + _FRAME.size <= len(segment):
-        length, crc, kind = _FRAME.unpack_from(segment, offset)
-        end = offset + _FRAME.size + length
+    gap = not segment.startswith(_LEDGER_HEADER)
+    offset = 0 if gap else len(_LEDGER_HEADER)
+    while offset + _LEDGER_FRAME.size <= len(segment):
+        length, crc, kind = _LEDGER_FRAME.unpack_from(segment, offset)
+        end = offset + _LEDGER_FRAME.size + length
         if length and end <= len(segment) and zlib.crc32(segment[end - length : end], kind) == crc:
             if gap:
                 return True
@@ -124,102 +129,108 @@ def _whole_behind(segment: bytes) -> bool:
     return False
 
 
-def _after(how: str, version: int) -> bool:
-    return how.startswith("step ") and int(how.removeprefix("step ")) > version
+def _is_later_step(fate: str, version: int) -> bool:
+    return fate.startswith("step ") and int(fate.removeprefix("step ")) > version
 
 
-def exactly_once(facts: Facts, terms: MeshTerms) -> Violations:
+def check_exactly_once(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Every group that was opened has one fate, or is in flight."""
-    opened, ends = fates(facts)
+    opened, ends = compute_fates(final_state)
     for group, hows in sorted(ends.items()):
         if len(hows) > 1:
             yield f"group {group} ended more than once: {hows}"
         if group not in opened:
             yield f"group {group} ended ({hows}) and was never opened"
-        if group in facts.rows:
+        if group in final_state.group_rows:
             yield f"group {group} ended ({hows}) and is in flight"
-    for group in sorted(opened - ends.keys() - facts.rows.keys()):
+    for group in sorted(opened - ends.keys() - final_state.group_rows.keys()):
         yield f"group {group} is lost"
 
 
-def whole_steps(facts: Facts, terms: MeshTerms) -> Violations:
+def check_steps_contiguous(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """The steps of the lineage that stands follow each other up to the current version."""
     steps: list[int] = []
-    for kind, told in facts.events:
+    for kind, told in final_state.events:
         if kind == "step":
             steps.append(told["step"])
         elif kind == "restored":
             steps = list(range(1, told["version"] + 1))
         elif kind == "lineage":
             steps = [step for step in steps if step <= told["version"]]
-    version = int(facts.job.get("version", -1))
+    version = int(final_state.job_row.get("version", -1))
     if steps != list(range(1, version + 1)):
         yield f"version {version} is made of the steps {steps}"
-    finished = facts.job.get("phase") == "finished"
-    if version >= 0 and finished and facts.job["manifest"] not in facts.chunks:
+    finished = final_state.job_row.get("phase") == "finished"
+    if version >= 0 and finished and final_state.job_row["manifest"] not in final_state.chunks:
         yield f"the manifest of version {version} is not stored"
 
 
-def staleness(facts: Facts, terms: MeshTerms) -> Violations:
+def check_staleness(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """No stored token that a step trained on is older than it may be."""
-    for kind, told in facts.events:
+    for kind, told in final_state.events:
         if kind != "step":
             continue
         for row in told["groups"]:
-            seen = facts.trained.get((told["lineage"], told["step"], row["group"]))
-            if (told["lineage"], told["step"], row["group"]) in facts.unseen:
+            seen = final_state.trained_groups.get((told["lineage"], told["step"], row["group"]))
+            if (told["lineage"], told["step"], row["group"]) in final_state.unreadable_groups:
                 continue
             if seen is None:
                 yield f"step {told['step']} trained on group {row['group']}, which nobody saw"
                 continue
-            oldest = seen.oldest
-            if seen.foreign_above >= 0:
-                oldest = min(oldest, seen.foreign_above)
+            oldest = seen.oldest_version
+            if seen.abandoned_above >= 0:
+                oldest = min(oldest, seen.abandoned_above)
             age = told["step"] - 1 - oldest
-            if not row["filtered"] and seen.oldest >= 0 and age > terms.max_staleness:
+            if not row["filtered"] and seen.oldest_version >= 0 and age > limits.max_staleness:
                 yield f"step {told['step']} trained on group {row['group']}, {age} versions old"
 
 
-def gate(facts: Facts, terms: MeshTerms) -> Violations:
+def check_group_indexes(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Rows and indexes agree, and none holds the gate for ever."""
-    counted = Counter(group for groups in facts.indexes.values() for group in groups)
-    for group in sorted(counted.keys() | facts.rows.keys()):
-        if counted[group] != 1 or group not in facts.rows:
-            where = [state for state, groups in facts.indexes.items() if group in groups]
-            yield f"group {group}: row {group in facts.rows}, in the indexes {where}"
-        elif group not in facts.indexes[facts.rows[group]["state"]]:
-            yield f"group {group} is {facts.rows[group]['state']} and not in that index"
-    if facts.indexes.get("leased") and facts.job.get("phase") == "finished":
-        yield f"groups {facts.indexes['leased']} are leased after the last step"
+    counted = Counter(group for groups in final_state.groups_by_state.values() for group in groups)
+    for group in sorted(counted.keys() | final_state.group_rows.keys()):
+        if counted[group] != 1 or group not in final_state.group_rows:
+            where = [
+                state for state, groups in final_state.groups_by_state.items() if group in groups
+            ]
+            yield f"group {group}: row {group in final_state.group_rows}, in the indexes {where}"
+        elif group not in final_state.groups_by_state[final_state.group_rows[group]["state"]]:
+            yield f"group {group} is {final_state.group_rows[group]['state']} and not in that index"
+    if final_state.groups_by_state.get("leased") and final_state.job_row.get("phase") == "finished":
+        yield f"groups {final_state.groups_by_state['leased']} are leased after the last step"
 
 
-def store(facts: Facts, terms: MeshTerms) -> Violations:
+def check_store(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Each chunk is what its name says, and checkpoints are few."""
-    damaged = {Path(damage.path).name for damage in facts.damages}
-    for name, content in facts.chunks.items():
-        if not name.startswith(".") and name not in damaged and digest_of(content) != name:
+    damaged = {Path(damage.path).name for damage in final_state.corruptions}
+    for name, content in final_state.chunks.items():
+        if not name.startswith(".") and name not in damaged and compute_digest(content) != name:
             yield f"chunk {name} is not what its name says"
-    written = [name for name in facts.checkpoints if name.endswith(".json")]
-    if len(written) > terms.keep_checkpoints + 1:  # the last one expires at the next sweep
+    written = [name for name in final_state.checkpoints if name.endswith(".json")]
+    if len(written) > limits.keep_checkpoints + 1:  # the last one expires at the next sweep
         yield f"{len(written)} checkpoints are kept: {written}"
     for name in written:
-        if name.removesuffix(".json") not in facts.checkpoints:
+        if name.removesuffix(".json") not in final_state.checkpoints:
             yield f"checkpoint {name} has no directory"
 
 
-def ledgers(facts: Facts, terms: MeshTerms) -> Violations:
+def check_ledgers(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """Segments hold whole records up to at most one torn one."""
-    damaged = {damage.path for damage in facts.damages}
-    for name, content in facts.ledgers.items():
-        if name in damaged or QUARANTINE in Path(name).parts:
+    damaged = {damage.path for damage in final_state.corruptions}
+    for name, content in final_state.ledgers.items():
+        if name in damaged or QUARANTINE_DIRECTORY in Path(name).parts:
             continue
-        if content and not content.startswith(_HEADER) and any(content[: len(_HEADER)]):
+        if (
+            content
+            and not content.startswith(_LEDGER_HEADER)
+            and any(content[: len(_LEDGER_HEADER)])
+        ):
             yield f"{name} begins with {content[:8]!r}"
             continue
-        offset = len(_HEADER)
-        while offset + _FRAME.size <= len(content):
-            length, crc, kind = _FRAME.unpack_from(content, offset)
-            start = offset + _FRAME.size
+        offset = len(_LEDGER_HEADER)
+        while offset + _LEDGER_FRAME.size <= len(content):
+            length, crc, kind = _LEDGER_FRAME.unpack_from(content, offset)
+            start = offset + _LEDGER_FRAME.size
             if start + length > len(content):
                 break
             if zlib.crc32(content[start : start + length], kind) != crc:
@@ -228,24 +239,24 @@ def ledgers(facts: Facts, terms: MeshTerms) -> Violations:
             offset = start + length
 
 
-def nothing_left(facts: Facts, terms: MeshTerms) -> Violations:
+def check_nothing_left(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """The mesh that has ended holds nothing, and no process fell to a defect."""
-    for lease in facts.leases:
+    for lease in final_state.leases:
         yield f"{lease} is still held"
-    yield from facts.left
-    yield from facts.errors
+    yield from final_state.leftovers
+    yield from final_state.errors
 
 
-def the_end(facts: Facts, terms: MeshTerms) -> Violations:
+def check_final_phase(final_state: FinalState, limits: InvariantLimits) -> Violations:
     """The job has finished, in time after the last fault; or it has failed, or was not started
     again, by a message that names a damaged file.
     """
-    spoiled = facts.lost | {damage.path for damage in facts.damages}
-    error = facts.refused or str(facts.job.get("error"))
-    if facts.job.get("phase") != "finished" or facts.refused:
-        if not any(named_in(path, error) for path in spoiled):
-            yield f"the job is {facts.job.get('phase')}: {error}"
-    elif int(facts.job["version"]) != terms.steps:
-        yield f"it finished at version {facts.job['version']} of {terms.steps}"
-    if facts.finished_late_s:
-        yield f"it was {facts.finished_late_s:.0f} s late"
+    spoiled = final_state.lost_files | {damage.path for damage in final_state.corruptions}
+    error = final_state.start_error or str(final_state.job_row.get("error"))
+    if final_state.job_row.get("phase") != "finished" or final_state.start_error:
+        if not any(is_named_in(path, error) for path in spoiled):
+            yield f"the job is {final_state.job_row.get('phase')}: {error}"
+    elif int(final_state.job_row["version"]) != limits.steps:
+        yield f"it finished at version {final_state.job_row['version']} of {limits.steps}"
+    if final_state.finished_late_s:
+        yield f"it was {final_state.finished_late_s:.0f} s late"

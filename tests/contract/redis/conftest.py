@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from meshrl.sim.redis.client import SimulatedSyncRedis
-from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.client import SimulatedSyncRedisClient
+from meshrl.sim.redis.server import SimulatedRedisServer
 from tests.contract.state.state_bench import HandClock, Server
 
 REAL = [
@@ -33,8 +33,8 @@ class Pair:
     """`both` asserts that the two answer alike, and returns the answer."""
 
     real: redis.Redis
-    simulated: SimulatedSyncRedis = field(
-        default_factory=lambda: SimulatedSyncRedis(RedisServer(HandClock()))
+    simulated: SimulatedSyncRedisClient = field(
+        default_factory=lambda: SimulatedSyncRedisClient(SimulatedRedisServer(HandClock()))
     )
 
     def both(self, *words: Any) -> Any:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.exceptions import OutOfMemoryError
 
-from meshrl.sim.redis.client import SimulatedSyncRedis
-from meshrl.sim.redis.server import Full, RedisServer
+from meshrl.sim.redis.client import SimulatedSyncRedisClient
+from meshrl.sim.redis.server import FullResource, SimulatedRedisServer
 from tests.contract.redis.conftest import Pair, outcome
 from tests.contract.state.state_bench import HandClock
 
@@ -262,7 +262,7 @@ def test_what_the_client_makes_of_replies_is_what_redis_py_makes_of_them(pair: P
 def test_a_sorted_set_keeps_its_order_through_many_writes(
     writes: list[tuple[str, ...]],
 ) -> None:
-    client = SimulatedSyncRedis(RedisServer(HandClock()))
+    client = SimulatedSyncRedisClient(SimulatedRedisServer(HandClock()))
     scores: dict[str, int] = {}
     for name, *rest in writes:
         client.execute_command(name, "z", *rest)
@@ -379,10 +379,10 @@ def full(pair: Pair) -> Iterator[Pair]:
     pair.both("SET", "text", "t")
     pair.both("HSET", "h", "f", "1")
     pair.real.config_set("maxmemory", "1")
-    pair.simulated.server.faults.full = Full.MEMORY
+    pair.simulated.server.faults.full_resource = FullResource.MEMORY
     yield pair
     pair.real.config_set("maxmemory", "0")
-    pair.simulated.server.faults.full = Full.NO
+    pair.simulated.server.faults.full_resource = FullResource.NO
 
 
 def test_a_server_without_memory_refuses_what_grows(full: Pair) -> None:

@@ -13,12 +13,12 @@ import pytest
 import redis
 import redis.asyncio
 
-from meshrl.common.state.hosts.rights import COMMANDS, SCRIPTS, keys_of_script
-from meshrl.common.state.redis.client import State, script_source
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.hosts.acl import COMMANDS, SCRIPT_PERMISSIONS, compute_script_permissions
+from meshrl.common.state.redis.client import StateClient, load_script
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import Bench, HandClock, Server
 
-SCRIPT_OF = {script_source(name)[1]: name for name in SCRIPTS}
+SCRIPT_OF = {load_script(name)[1]: name for name in SCRIPT_PERMISSIONS}
 # What scripts let go of is other scripts' too; a server that has none yet is sent their texts.
 BESIDE = "%RW~{*} %W~{*}:op:*"
 # Which rows are read and which door is written depends on who asks.
@@ -53,7 +53,7 @@ class ByScript:
         return self._clients[script].execute_command(*words)
 
 
-SHA_OF = dict(script_source(name) for name in SCRIPTS)
+SHA_OF = dict(load_script(name) for name in SCRIPT_PERMISSIONS)
 
 
 class AsyncByScript(ByScript):
@@ -68,18 +68,18 @@ class SyncByScript(ByScript):
             client.close()
 
 
-def restricted(url: str) -> State:
+def restricted(url: str) -> StateClient:
     """The state of a server, whose users are made."""
     with redis.Redis.from_url(url) as owner:
-        if not {name.encode() for name in SCRIPTS} <= set(owner.acl_users()):
+        if not {name.encode() for name in SCRIPT_PERMISSIONS} <= set(owner.acl_users()):
             _make_users(owner)
-    return State(url, AsyncByScript(url, redis.asyncio.Redis), SyncByScript(url, redis.Redis))
+    return StateClient(url, AsyncByScript(url, redis.asyncio.Redis), SyncByScript(url, redis.Redis))
 
 
 def _make_users(owner: redis.Redis) -> None:
     with owner.pipeline(transaction=False) as users:
-        for script in SCRIPTS:
-            keys = [*keys_of_script(script).rules, *OWN.get(script, "").split()]
+        for script in SCRIPT_PERMISSIONS:
+            keys = [*compute_script_permissions(script).acl_patterns, *OWN.get(script, "").split()]
             rules = [*keys, *BESIDE.split(), *COMMANDS.split(), "+eval"]
             users.execute_command("ACL", "SETUSER", script, "reset", "on", f">{script}", *rules)
         users.execute()
@@ -91,19 +91,19 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     if request.param == "simulated":
         clock = HandClock()
-        found = Bench(simulated_state(clock), clock)
+        found = Bench(open_simulated_state(clock), clock)
     else:
         url = servers(request.param).url
         by_script = request.param == "redis-server"
-        found = Bench(restricted(url) if by_script else await State.open(url), None)
-        await found.state.command("FLUSHALL")
+        found = Bench(restricted(url) if by_script else await StateClient.open(url), None)
+        await found.state.run_command("FLUSHALL")
     yield found
     await found.state.close()
 
 
 @pytest.fixture
-def state(bench: Bench) -> State:
-    found: State = bench.state
+def state(bench: Bench) -> StateClient:
+    found: StateClient = bench.state
     return found
 
 
@@ -111,6 +111,6 @@ def state(bench: Bench) -> State:
 async def simulated() -> AsyncIterator[Bench]:
     """For what only virtual time can show: minutes that pass at once."""
     clock = HandClock()
-    found = Bench(simulated_state(clock), clock)
+    found = Bench(open_simulated_state(clock), clock)
     yield found
     await found.state.close()

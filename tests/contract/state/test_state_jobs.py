@@ -9,16 +9,21 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import DeadlineExceeded, Fenced, NotFound, Refused
-from meshrl.common.job.changing import changed
-from meshrl.common.mesh.process.supervision import ended
+from meshrl.common.job.change_rules import apply_changes
+from meshrl.common.mesh.process.supervision import exit_reports
 from meshrl.common.state import events, groups, jobs, leader, readers, registry
-from meshrl.common.state.hosts import admission
-from meshrl.common.state.lifecycle import deleting
-from meshrl.common.state.pool.placing.decisions import Admit, Form, Serve, Why
-from meshrl.common.state.pool.placing.snapshot import NOTICE, PoolRequest
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.hosts import host_requests
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
+    FormGang,
+    Rationale,
+    SetBlockReason,
+)
+from meshrl.common.state.pool.scheduling.snapshot import SHUTDOWN_NOTICE, PoolRequest
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import WorkerRow
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 from tests.contract.state.state_bench import (
     EVALUATOR,
     JOB,
@@ -31,71 +36,85 @@ from tests.contract.state.state_bench import (
 )
 
 ABOUT = {"host": "gpu1-1f3a9c", "nested": {"roles": ["node"]}}
-WHY = Why("default")
+WHY = Rationale("default")
 
 
-async def test_a_question_is_answered_once_whoever_asks_again(state: State) -> None:
+async def test_a_question_is_answered_once_whoever_asks_again(state: StateClient) -> None:
     clock = SystemClock()
-    asking = asyncio.create_task(admission.ask(state, clock, "q1", admission.JOIN, ABOUT))
-    while not (found := await admission.asked(state)):
+    asking = asyncio.create_task(
+        host_requests.submit_host_request(state, clock, "q1", host_requests.JOIN, ABOUT)
+    )
+    while not (found := await host_requests.read_pending_requests(state)):
         await asyncio.sleep(0.01)
     [one] = found
     assert (one.id, one.kind, one.about) == ("q1", "join", ABOUT)
-    await admission.answer(state, "q1", {"prefix": "h1w", "settings": {}})
+    await host_requests.answer_host_request(state, "q1", {"prefix": "h1w", "settings": {}})
     assert await asking == {"prefix": "h1w", "settings": {}}
-    assert await admission.asked(state) == []
-    again = await admission.ask(state, clock, "q1", admission.JOIN, ABOUT)
-    assert again["prefix"] == "h1w" and await admission.asked(state) == []
+    assert await host_requests.read_pending_requests(state) == []
+    again = await host_requests.submit_host_request(state, clock, "q1", host_requests.JOIN, ABOUT)
+    assert again["prefix"] == "h1w" and await host_requests.read_pending_requests(state) == []
 
 
 async def test_what_was_asked_is_told_in_that_order(bench: Bench) -> None:
     ids = [f"q{7 * i % 30}" for i in range(30)]  # a hash tells them in an order of its own
     for id in ids:
         with pytest.raises(DeadlineExceeded):
-            await admission.ask(bench.state, SystemClock(), id, admission.BACK, ABOUT, -1.0)
+            await host_requests.submit_host_request(
+                bench.state, SystemClock(), id, host_requests.RETURN, ABOUT, -1.0
+            )
         await bench.pass_ms(2)
-    assert [one.id for one in await admission.asked(bench.state)] == ids
+    assert [one.id for one in await host_requests.read_pending_requests(bench.state)] == ids
 
 
-async def test_a_refusal_comes_back_as_its_error(state: State) -> None:
-    await admission.answer(state, "q2", Refused("a host called x is in the mesh", fix="Join anew"))
+async def test_a_refusal_comes_back_as_its_error(state: StateClient) -> None:
+    await host_requests.answer_host_request(
+        state, "q2", Refused("a host called x is in the mesh", fix="Join anew")
+    )
     with pytest.raises(Refused, match=r"a host called x is in the mesh.*Join anew"):
-        await admission.ask(state, SystemClock(), "q2", admission.JOIN, ABOUT)
+        await host_requests.submit_host_request(
+            state, SystemClock(), "q2", host_requests.JOIN, ABOUT
+        )
 
 
 async def test_who_asks_in_vain_gives_up_and_is_forgotten(bench: Bench) -> None:
     with pytest.raises(DeadlineExceeded, match=r"launcher.*log"):
-        await admission.ask(bench.state, SystemClock(), "q3", admission.LEAVE, ABOUT, 0.0)
-    assert [one.id for one in await admission.asked(bench.state)] == ["q3"]
+        await host_requests.submit_host_request(
+            bench.state, SystemClock(), "q3", host_requests.LEAVE, ABOUT, 0.0
+        )
+    assert [one.id for one in await host_requests.read_pending_requests(bench.state)] == ["q3"]
     if bench.clock is None:  # a real server's clock is nobody's to move
         return
-    bench.clock.now += admission.WAITS_S + 1
-    assert await admission.asked(bench.state) == []
+    bench.clock.now += host_requests.ANSWER_TIMEOUT_S + 1
+    assert await host_requests.read_pending_requests(bench.state) == []
 
 
-async def test_a_host_is_marked_and_used_again(state: State) -> None:
-    await pool.request(state, PoolRequest("op", "drain", host="a"))
-    assert await pool.draining(state) == {"a": "asked for"}
-    assert await pool.mark_host(state, "b", "has left")
-    assert not await pool.mark_host(state, "b", "has left")
-    assert await pool.draining(state) == {"a": "asked for", "b": "has left"}
-    assert await pool.mark_host(state, "a", "")
-    assert await pool.draining(state) == {"b": "has left"}
-    assert await state.command("HGETALL", "{mesh}:requests") in ({}, [])
-    assert not await pool.mark_host(state, "b", "", was=NOTICE), "that was said for another reason"
-    assert await pool.mark_host(state, "a", NOTICE, was="")
-    assert not await pool.mark_host(state, "b", NOTICE, was="")
-    assert await pool.draining(state) == {"a": NOTICE, "b": "has left"}
-    assert await pool.mark_host(state, "a", "", was=NOTICE)
-    assert await pool.draining(state) == {"b": "has left"}
+async def test_a_host_is_marked_and_used_again(state: StateClient) -> None:
+    await pool.submit_request(state, PoolRequest("op", "drain", host="a"))
+    assert await pool.read_drain_reasons(state) == {"a": "asked for"}
+    assert await pool.set_drain_reason(state, "b", "has left")
+    assert not await pool.set_drain_reason(state, "b", "has left")
+    assert await pool.read_drain_reasons(state) == {"a": "asked for", "b": "has left"}
+    assert await pool.set_drain_reason(state, "a", "")
+    assert await pool.read_drain_reasons(state) == {"b": "has left"}
+    assert await state.run_command("HGETALL", "{mesh}:requests") in ({}, [])
+    assert not await pool.set_drain_reason(state, "b", "", expected=SHUTDOWN_NOTICE), (
+        "that was said for another reason"
+    )
+    assert await pool.set_drain_reason(state, "a", SHUTDOWN_NOTICE, expected="")
+    assert not await pool.set_drain_reason(state, "b", SHUTDOWN_NOTICE, expected="")
+    assert await pool.read_drain_reasons(state) == {"a": SHUTDOWN_NOTICE, "b": "has left"}
+    assert await pool.set_drain_reason(state, "a", "", expected=SHUTDOWN_NOTICE)
+    assert await pool.read_drain_reasons(state) == {"b": "has left"}
 
 
 async def change(bench: Bench, op: str, **budget_or_staleness: int) -> bool:
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     keys = {"steps": "budget.steps", "staleness": "algorithm.max_staleness"}
     values = {keys[name]: value for name, value in budget_or_staleness.items()}
     told = {key: (None, value) for key, value in values.items()}
-    return await jobs.change(bench.state, JOB, changed(row.document, values), told, op)
+    return await jobs.change_document(
+        bench.state, JOB, apply_changes(row.document, values), told, op
+    )
 
 
 async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
@@ -107,7 +126,7 @@ async def finished(bench: Bench, steps: int) -> tuple[Seats, int]:
     result = {"sampled": 0.5}
     state = bench.state
     await jobs.record_evaluation(
-        state, JOB, jobs.RecordedResult("after", 0, steps, result), EVALUATOR, token
+        state, JOB, jobs.EvaluationRecord("after", 0, steps, result), EVALUATOR, token
     )
     await jobs.set_phase(state, JOB, jobs.Phase.FINISHED, seats.trainer, TRAINER)
     return seats, token
@@ -117,14 +136,14 @@ async def test_a_finished_job_with_more_steps_to_do_trains_again(bench: Bench) -
     seats, token = await finished(bench, 2)
     for _ in range(2):  # a resend changes nothing
         assert await change(bench, "more", steps=3)
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.phase, row.version, row.document["budget"]["steps"]) == ("training", 2, 3)
-    [before] = await jobs.evaluations(bench.state, JOB)
+    [before] = await jobs.read_evaluations(bench.state, JOB)
     assert (before["tag"], before["step"], before["result"]) == ("step-2", 2, {"sampled": 0.5})
     await trained_to(bench, seats, 3)
-    assert (await jobs.job(bench.state, JOB)).phase == "evaluation", "the new number ends it"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation", "the new number ends it"
     assert await jobs.record_evaluation(
-        bench.state, JOB, jobs.RecordedResult("after", 0, 3, {}), EVALUATOR, token
+        bench.state, JOB, jobs.EvaluationRecord("after", 0, 3, {}), EVALUATOR, token
     )
     [told] = [e.fields for e in await events.read_all(bench.state) if e.kind == "changed"][1:]
     assert (told["version"], told["lineage"], told["extended"]) == (2, 0, True)
@@ -134,14 +153,14 @@ async def test_a_finished_job_with_more_steps_to_do_trains_again(bench: Bench) -
 async def test_a_change_that_adds_no_steps_leaves_a_finished_job_so(bench: Bench) -> None:
     await finished(bench, 2)
     assert not await change(bench, "staleness", staleness=1)
-    assert (await jobs.job(bench.state, JOB)).phase == "finished"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "finished"
 
 
 async def test_a_job_that_has_done_as_many_steps_as_it_is_to_is_evaluated(bench: Bench) -> None:
     seats = await bench.training_job()
     await trained_to(bench, seats, 2)
     assert not await change(bench, "fewer", steps=2)
-    assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
 
 
 async def test_the_gate_goes_by_the_new_staleness(bench: Bench) -> None:
@@ -154,12 +173,12 @@ async def test_the_gate_goes_by_the_new_staleness(bench: Bench) -> None:
 
 async def test_only_a_job_that_is_there_changes(bench: Bench) -> None:
     with pytest.raises(NotFound):
-        await jobs.change(bench.state, "other", document(), {}, "op")
+        await jobs.change_document(bench.state, "other", document(), {}, "op")
 
 
-async def keys_of(state: State, job: str) -> list[str]:
+async def keys_of(state: StateClient, job: str) -> list[str]:
     """All keys of a job but answers to operations, which end by themselves."""
-    found = await state.command("KEYS", f"{{{job}}}:*")
+    found = await state.run_command("KEYS", f"{{{job}}}:*")
     return sorted(key for key in found if ":op:" not in key)
 
 
@@ -173,9 +192,11 @@ async def ended_job(bench: Bench, steps: int = 3) -> None:
     await seats.finish(opened[0])
     await seats.requeue(opened[1].group, "lost", uuid.uuid4().hex)
     await jobs.record_evaluation(
-        bench.state, JOB, jobs.RecordedResult("step-0", 0, 0, {}), TRAINER, seats.trainer
+        bench.state, JOB, jobs.EvaluationRecord("step-0", 0, 0, {}), TRAINER, seats.trainer
     )
-    await ended.tell(bench.state, ended.EndReport(TRAINER, 1, "code 1", job=JOB))
+    await exit_reports.report_exit(
+        bench.state, exit_reports.ExitReport(TRAINER, 1, "code 1", job=JOB)
+    )
     await jobs.cancel(bench.state, JOB, "stop")
 
 
@@ -183,34 +204,39 @@ async def test_nothing_is_left_of_a_job_that_is_deleted(bench: Bench) -> None:
     await ended_job(bench)
     assert len(await keys_of(bench.state, JOB)) > 8
     for _ in range(2):
-        await deleting.delete(bench.state, JOB, "op")
+        await deletion.delete_job(bench.state, JOB, "op")
     assert await keys_of(bench.state, JOB) == []
-    assert await jobs.jobs(bench.state) == []
-    assert await readers.readers(bench.state) == [] and await ended.ended(bench.state) == []
+    assert await jobs.read_jobs(bench.state) == []
+    assert (
+        await readers.list_readers(bench.state) == []
+        and await exit_reports.read_last_exits(bench.state) == []
+    )
     told = [e.fields for e in await events.read_all(bench.state) if e.kind == "deleted"]
     assert [(one["job"], one["run_dir"]) for one in told] == [(JOB, "/runs/job")]
-    assert await deleting.in_store(bench.state) == [JOB]
+    assert await deletion.read_pending_store_deletions(bench.state) == [JOB]
     with pytest.raises(NotFound):
-        await deleting.delete(bench.state, JOB, "another")
-    at = await events.last_id(bench.state)
-    await readers.note(bench.state, readers.recorder_of(JOB), at, "/runs/job")
-    assert await readers.readers(bench.state) == []  # a recorder that is late holds nothing back
+        await deletion.delete_job(bench.state, JOB, "another")
+    at = await events.read_last_id(bench.state)
+    await readers.record_cursor(bench.state, readers.recorder_name(JOB), at, "/runs/job")
+    assert (
+        await readers.list_readers(bench.state) == []
+    )  # a recorder that is late holds nothing back
     with pytest.raises(Refused, match="being deleted"):
         await jobs.submit(bench.state, JOB, document(), "/runs/again", "early")
-    await deleting.let_go(bench.state, JOB)
+    await deletion.confirm_store_deletion(bench.state, JOB)
     await jobs.submit(bench.state, JOB, document(), "/runs/again", "again")
-    assert (await jobs.job(bench.state, JOB)).steps_done == 0
+    assert (await jobs.read_job(bench.state, JOB)).steps_done == 0
 
 
 async def test_a_job_that_has_not_ended_is_not_deleted(bench: Bench) -> None:
     await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
     with pytest.raises(Refused, match="queued"):
-        await deleting.delete(bench.state, JOB, "op")
+        await deletion.delete_job(bench.state, JOB, "op")
     await jobs.cancel(bench.state, JOB, "stop")
     await jobs.reopen(bench.state, JOB, "go on")
     with pytest.raises(Refused):
-        await deleting.delete(bench.state, JOB, "op2")
-    assert (await jobs.job(bench.state, JOB)).phase == "queued"
+        await deletion.delete_job(bench.state, JOB, "op2")
+    assert (await jobs.read_job(bench.state, JOB)).phase == "queued"
 
 
 async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
@@ -219,29 +245,29 @@ async def test_a_deletion_that_was_cut_off_is_brought_to_its_end_by_the_leader(
     await ended_job(bench, steps=6)
     led = await leader.campaign(bench.state, "planner", "a", 600_000)
     args = {"job": JOB, "op": "op", "by": "a person"}
-    await bench.state.run("delete_job", [f"{{{JOB}}}"], args)
-    piece = await bench.state.run("delete_rest", [f"{{{JOB}}}"], {"job": JOB, "most": 3})
+    await bench.state.run_script("delete_job", [f"{{{JOB}}}"], args)
+    piece = await bench.state.run_script("delete_rest", [f"{{{JOB}}}"], {"job": JOB, "most": 3})
     assert piece["more"]
     with pytest.raises(Refused, match="being deleted"):
         await jobs.submit(bench.state, JOB, document(), "/runs/job", "again")
-    assert await deleting.delete_old(bench.state, led, keep_days=30) == []
+    assert await deletion.delete_old_jobs(bench.state, led, retention_days=30) == []
     assert await keys_of(bench.state, JOB) == []
 
 
 async def test_jobs_that_ended_long_ago_are_deleted_by_the_leader(bench: Bench) -> None:
     led = await leader.campaign(bench.state, "planner", "a", 600_000)
-    for n in range(deleting.JOBS + 2):
+    for n in range(deletion.MAX_JOBS + 2):
         await jobs.submit(bench.state, f"job{n}", document(), "/runs/job", f"op{n}")
         await jobs.cancel(bench.state, f"job{n}", f"stop{n}")
     await jobs.submit(bench.state, JOB, document(), "/runs/job", "op")
-    assert await deleting.delete_old(bench.state, led, keep_days=1) == []
+    assert await deletion.delete_old_jobs(bench.state, led, retention_days=1) == []
     await bench.pass_ms(20)
     with pytest.raises(Fenced):
-        await deleting.delete_old(bench.state, led + 1, keep_days=0)
-    first = await deleting.delete_old(bench.state, led, keep_days=0)
-    assert len(first) == deleting.JOBS
-    assert len(await deleting.delete_old(bench.state, led, keep_days=0)) == 2
-    assert [row.id for row in await jobs.jobs(bench.state)] == [JOB]
+        await deletion.delete_old_jobs(bench.state, led + 1, retention_days=0)
+    first = await deletion.delete_old_jobs(bench.state, led, retention_days=0)
+    assert len(first) == deletion.MAX_JOBS
+    assert len(await deletion.delete_old_jobs(bench.state, led, retention_days=0)) == 2
+    assert [row.id for row in await jobs.read_jobs(bench.state)] == [JOB]
 
 
 async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> None:
@@ -250,20 +276,24 @@ async def test_workers_and_hosts_that_are_gone_are_forgotten(bench: Bench) -> No
         token = await bench.seat(f"worker/w{n}")
         await pool.join_worker(state, WorkerRow(f"w{n}", f"h{n}", "cpu:0", token))
     led = await leader.campaign(state, "planner", "a", 600_000)
-    serve = [Serve(f"h{n}", ("rollout/job/0",), WHY) for n in range(3)]
-    node = registry.Entry("node/h0", "node", incarnation="n")
+    serve = [AssignServices(f"h{n}", ("rollout/job/0",), WHY) for n in range(3)]
+    node = registry.RegistryEntry("node/h0", "node", incarnation="n")
     await registry.register(state, node, 600_000)
-    await pool.write(state, led, "op", [Form("g0", ("w2",), WHY), *serve], None)
-    await pool.request(state, PoolRequest("d", "drain", host="h1"))
+    await pool.write_decisions(state, led, "op", [FormGang("g0", ("w2",), WHY), *serve], None)
+    await pool.submit_request(state, PoolRequest("d", "drain", host="h1"))
     for n in (1, 2):
         entry = await registry.lookup(state, f"worker/w{n}")
-        assert entry and await registry.release(state, f"worker/w{n}", entry.token)
-    assert await pool.forget_gone(state, led, 300.0) == 0
+        assert entry and await registry.release_lease(state, f"worker/w{n}", entry.token)
+    assert await pool.remove_gone(state, led, 300.0) == 0
     await bench.pass_ms(30)
-    assert await pool.forget_gone(state, led, 0.02) == 1
-    assert [worker.id for worker in await pool.workers(state)] == ["w0", "w2"]
-    assert [await pool.services_of(state, f"h{n}") for n in range(3)] == [serve[0].services, (), ()]
-    hosts = (await pool.look(state, led)).snapshot.hosts
+    assert await pool.remove_gone(state, led, 0.02) == 1
+    assert [worker.id for worker in await pool.read_workers(state)] == ["w0", "w2"]
+    assert [await pool.read_host_services(state, f"h{n}") for n in range(3)] == [
+        serve[0].services,
+        (),
+        (),
+    ]
+    hosts = (await pool.read_snapshot(state, led)).snapshot.hosts
     assert [(host.name, host.draining) for host in hosts] == [("h0", ""), ("h2", "")]
     back = await bench.seat("worker/w1")
     joined = await pool.join_worker(state, WorkerRow("w1", "h1", "cpu:0", back))
@@ -278,13 +308,13 @@ async def test_a_job_that_is_held_is_not_charged_with_ends(simulated: Bench) -> 
         failed = False
         for _ in range(count):
             await simulated.pass_ms(6_000)
-            end = ended.EndReport("trainer/job", -9, "", job=JOB)
-            failed = await ended.tell(simulated.state, end) or failed
+            end = exit_reports.ExitReport("trainer/job", -9, "", job=JOB)
+            failed = await exit_reports.report_exit(simulated.state, end) or failed
         return failed
 
     async def admit(held: str) -> None:
         op = uuid.uuid4().hex
-        await pool.write(simulated.state, led, op, [Admit(JOB, held, WHY)], None)
+        await pool.write_decisions(simulated.state, led, op, [SetBlockReason(JOB, held, WHY)], None)
 
     assert not await ends(4)
     await admit("paused: another job has its workers")

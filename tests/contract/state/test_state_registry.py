@@ -8,12 +8,12 @@ import pytest
 
 from meshrl.common.base.errors import Fenced, Refused
 from meshrl.common.state import events, leader, registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.hosts.doors import Row
-from meshrl.common.state.redis.client import State, SyncClient
-from meshrl.common.state.redis.keys import MESH
-from meshrl.common.state.registry import LEASE_MS, Entry, Renewal
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.hosts.credentials import Credential
+from meshrl.common.state.redis.client import StateClient, SyncRedisClient
+from meshrl.common.state.redis.keys import MESH_PREFIX
+from meshrl.common.state.registry import LEASE_MS, LeaseRenewal, RegistryEntry
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import Bench, HandClock
 
 LONG_MS = 600_000
@@ -22,8 +22,8 @@ KEY, ANOTHER, THIRD = "a1" * 32, "b2" * 32, "c3" * 32
 GONE_MS = 600_000
 
 
-def entry(incarnation: str, name: str = "rollout/0") -> Entry:
-    return Entry(
+def entry(incarnation: str, name: str = "rollout/0") -> RegistryEntry:
+    return RegistryEntry(
         name,
         "rollout",
         address="tcp://127.0.0.1:5",
@@ -36,11 +36,11 @@ def entry(incarnation: str, name: str = "rollout/0") -> Entry:
     )
 
 
-async def test_a_registered_process_is_found_with_all_it_said(state: State) -> None:
+async def test_a_registered_process_is_found_with_all_it_said(state: StateClient) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
-    waits = [{"what": "call Weights.stage", "on": "weights", "since_ms": 5}]
+    waits = [{"what": "call Weights.stage_version", "on": "weights", "since_ms": 5}]
     stats = {"lag_s": 0.1, "nothing": [], "nested": {"empty": {}}, "text": "naïve ✓"}
-    assert registry.renew(state, "rollout/0", token, LONG_MS, stats, waits).held
+    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, stats, waits).held
     found = await registry.lookup(state, "rollout/0")
     assert found is not None
     assert found.alive and found.token == token and found.incarnation == "a"
@@ -54,23 +54,23 @@ async def test_a_registered_process_is_found_with_all_it_said(state: State) -> N
     assert found.expires_ms - found.renewed_ms == LONG_MS
 
 
-async def test_entries_are_found_by_name_and_by_kind(state: State) -> None:
+async def test_entries_are_found_by_name_and_by_kind(state: StateClient) -> None:
     assert await registry.lookup(state, "rollout/0") is None
-    assert await registry.entries(state) == []
+    assert await registry.list_entries(state) == []
     await registry.register(state, entry("a"))
-    await registry.register(state, Entry("weights", "weights", incarnation="b"))
-    assert [found.name for found in await registry.entries(state, "weights")] == ["weights"]
-    assert len(await registry.entries(state)) == 2
+    await registry.register(state, RegistryEntry("weights", "weights", incarnation="b"))
+    assert [found.name for found in await registry.list_entries(state, "weights")] == ["weights"]
+    assert len(await registry.list_entries(state)) == 2
 
 
-async def test_a_live_name_belongs_to_one_incarnation(state: State) -> None:
+async def test_a_live_name_belongs_to_one_incarnation(state: StateClient) -> None:
     first = await registry.register(state, entry("a"), LONG_MS)
     assert await registry.register(state, entry("a"), LONG_MS) == first
     with pytest.raises(Refused, match="rollout/0"):
         await registry.register(state, entry("b"), LONG_MS)
 
 
-async def test_twenty_contenders_for_a_name_leave_one_holder(state: State) -> None:
+async def test_twenty_contenders_for_a_name_leave_one_holder(state: StateClient) -> None:
     names = [str(n) for n in range(20)]
     answers = await asyncio.gather(
         *(registry.register(state, entry(name), LONG_MS) for name in names),
@@ -85,34 +85,34 @@ async def test_an_expired_lease_is_lost_and_its_name_is_free(bench: Bench) -> No
     state = bench.state
     first = await registry.register(state, entry("a"), 20)
     await bench.pass_ms(50)
-    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, []).held
+    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).held
     second = await registry.register(state, entry("b"), LONG_MS)
     assert second > first
-    assert not registry.renew(state, "rollout/0", first, LONG_MS, {}, []).held
-    assert registry.renew(state, "rollout/0", second, LONG_MS, {}, []).held
+    assert not registry.renew_lease(state, "rollout/0", first, LONG_MS, {}, []).held
+    assert registry.renew_lease(state, "rollout/0", second, LONG_MS, {}, []).held
 
 
 async def test_a_server_whose_clock_is_set_back_keeps_no_dead_names(simulated: Bench) -> None:
     """Their leases would last until its clock is where it was; the living renew theirs."""
     state, clock = simulated.state, simulated.clock
     assert isinstance(clock, HandClock)
-    dead, living = Entry("trainer/j", "trainer"), Entry("engine/g0", "engine")
+    dead, living = RegistryEntry("trainer/j", "trainer"), RegistryEntry("engine/g0", "engine")
     dead.incarnation, living.incarnation = "one", "one"
     await registry.register(state, dead, LEASE_MS)
     token = await registry.register(state, living, LEASE_MS)
     await leader.campaign(state, "planner", "dead", LEASE_MS)
     clock.now -= 3600.0
-    assert registry.renew(state, "engine/g0", token, LEASE_MS, {}, []).held
+    assert registry.renew_lease(state, "engine/g0", token, LEASE_MS, {}, []).held
     dead.incarnation = "two"
     assert await registry.register(state, dead, LEASE_MS)
     assert await leader.campaign(state, "planner", "standby", LEASE_MS)
-    assert all(entry.alive for entry in await registry.entries(state))
+    assert all(entry.alive for entry in await registry.list_entries(state))
 
 
 async def test_the_dead_are_listed_so_that_a_culprit_can_be_named(bench: Bench) -> None:
     await registry.register(bench.state, entry("a"), 20)
     await bench.pass_ms(50)
-    [found] = await registry.entries(bench.state)
+    [found] = await registry.list_entries(bench.state)
     assert found.name == "rollout/0" and not found.alive
 
 
@@ -123,49 +123,53 @@ async def test_a_lease_lasts_six_virtual_seconds_and_its_entry_ten_minutes(
     token = await registry.register(state, entry("a"))
     for _ in range(20):  # half a virtual minute, renewed in time
         await simulated.pass_ms(1500)
-        assert registry.renew(state, "rollout/0", token, 6000, {}, []).held
+        assert registry.renew_lease(state, "rollout/0", token, 6000, {}, []).held
     await simulated.pass_ms(5900)
-    assert (await registry.entries(state))[0].alive
+    assert (await registry.list_entries(state))[0].alive
     await simulated.pass_ms(200)
-    assert not (await registry.entries(state))[0].alive
+    assert not (await registry.list_entries(state))[0].alive
     await simulated.pass_ms(599_000)
-    assert len(await registry.entries(state)) == 1
+    assert len(await registry.list_entries(state)) == 1
     await simulated.pass_ms(2_000)
-    assert await registry.entries(state) == []
+    assert await registry.list_entries(state) == []
     assert await registry.lookup(state, "rollout/0") is None
 
 
 async def test_keys_expire_by_the_clock_of_their_own_simulation() -> None:
     slow, fast = HandClock(), HandClock(now=5.0)
-    one, other = simulated_state(slow), simulated_state(fast)
+    one, other = open_simulated_state(slow), open_simulated_state(fast)
     for state in (one, other):
-        await state.command("SET", "key", "value", "PX", 10_000)
+        await state.run_command("SET", "key", "value", "PX", 10_000)
     fast.now += 11
-    assert await one.command("GET", "key") == "value"
-    assert await other.command("GET", "key") is None
-    assert (await one.command("TIME"))[0] in (int(slow.now), str(int(slow.now)))
-    assert (await other.command("TIME"))[0] in (16, "16")
+    assert await one.run_command("GET", "key") == "value"
+    assert await other.run_command("GET", "key") is None
+    assert (await one.run_command("TIME"))[0] in (int(slow.now), str(int(slow.now)))
+    assert (await other.run_command("TIME"))[0] in (16, "16")
     await one.close()
     await other.close()
 
 
-async def test_a_process_that_leaves_frees_its_name_at_once(state: State) -> None:
+async def test_a_process_that_leaves_frees_its_name_at_once(state: StateClient) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
-    assert await registry.release(state, "rollout/0", token)
-    assert not await registry.release(state, "rollout/0", token)
-    assert not registry.renew(state, "rollout/0", token, LONG_MS, {}, []).held
+    assert await registry.release_lease(state, "rollout/0", token)
+    assert not await registry.release_lease(state, "rollout/0", token)
+    assert not registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).held
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
 
-async def test_a_supervisor_evicts_the_incarnation_it_saw_end_and_no_other(state: State) -> None:
+async def test_a_supervisor_evicts_the_incarnation_it_saw_end_and_no_other(
+    state: StateClient,
+) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
     assert not await registry.evict(state, "rollout/0", "b")
-    assert registry.renew(state, "rollout/0", token, LONG_MS, {}, []).held
+    assert registry.renew_lease(state, "rollout/0", token, LONG_MS, {}, []).held
     assert await registry.evict(state, "rollout/0", "a")
     assert await registry.register(state, entry("b"), LONG_MS) > token
 
 
-async def test_an_evicted_incarnation_that_registers_again_gets_a_new_token(state: State) -> None:
+async def test_an_evicted_incarnation_that_registers_again_gets_a_new_token(
+    state: StateClient,
+) -> None:
     token = await registry.register(state, entry("a"), LONG_MS)
     await registry.evict(state, "rollout/0", "a")
     assert await registry.register(state, entry("a"), LONG_MS) > token
@@ -177,13 +181,13 @@ async def test_after_an_outage_the_first_to_return_raises_the_epoch_once(bench: 
     two = await registry.register(state, entry("b", "two"), 20)
     await bench.pass_ms(100)
     away = {"away_ms": 60_000, "ttl_ms": LONG_MS, "stats": "{}", "waits": "[]"}
-    assert state.run_sync("renew", ["{mesh}"], away | {"name": "one", "token": one})["held"]
-    assert await state.command("GET", f"{MESH}:epoch") == "1"
+    assert state.run_script_sync("renew", ["{mesh}"], away | {"name": "one", "token": one})["held"]
+    assert await state.run_command("GET", f"{MESH_PREFIX}:epoch") == "1"
     # `two` has not renewed yet, and its name is safe from others for the grace.
     with pytest.raises(Refused):
         await registry.register(state, entry("c", "two"))
-    assert state.run_sync("renew", ["{mesh}"], away | {"name": "two", "token": two})["held"]
-    assert await state.command("GET", f"{MESH}:epoch") == "1"
+    assert state.run_script_sync("renew", ["{mesh}"], away | {"name": "two", "token": two})["held"]
+    assert await state.run_command("GET", f"{MESH_PREFIX}:epoch") == "1"
     assert [e.kind for e in await events.read_all(state)].count("epoch") == 1
 
 
@@ -194,12 +198,12 @@ async def test_who_registers_again_after_an_outage_keeps_a_name_nobody_took(benc
     assert await registry.register(state, entry("a"), LONG_MS) == token
 
 
-async def test_an_election_has_one_leader_among_twenty(state: State) -> None:
+async def test_an_election_has_one_leader_among_twenty(state: StateClient) -> None:
     tokens = await asyncio.gather(
         *(leader.campaign(state, "planner", f"p{n}", LONG_MS) for n in range(20))
     )
     [won] = [token for token in tokens if token]
-    owner, token = await leader.leader(state, "planner")
+    owner, token = await leader.read_leader(state, "planner")
     assert token == won and owner == f"p{tokens.index(won)}"
     assert await leader.campaign(state, "planner", owner, LONG_MS) == won
 
@@ -208,12 +212,12 @@ async def test_a_standby_leads_once_the_leaders_lease_is_over(bench: Bench) -> N
     state = bench.state
     old = await leader.campaign(state, "planner", "a", 20)
     await bench.pass_ms(50)
-    assert await leader.leader(state, "planner") == ("", 0)
-    assert not leader.keep(state, "planner", old, LONG_MS)
+    assert await leader.read_leader(state, "planner") == ("", 0)
+    assert not leader.renew_leadership(state, "planner", old, LONG_MS)
     new = await leader.campaign(state, "planner", "b", LONG_MS)
     assert new > old
-    assert not leader.keep(state, "planner", old, LONG_MS)
-    assert leader.keep(state, "planner", new, LONG_MS)
+    assert not leader.renew_leadership(state, "planner", old, LONG_MS)
+    assert leader.renew_leadership(state, "planner", new, LONG_MS)
 
 
 async def test_a_leader_that_lapsed_leads_again_under_a_new_token(bench: Bench) -> None:
@@ -222,38 +226,38 @@ async def test_a_leader_that_lapsed_leads_again_under_a_new_token(bench: Bench) 
     assert await leader.campaign(bench.state, "planner", "a", LONG_MS) > old
 
 
-async def test_events_come_back_in_order_and_page_by_page(state: State) -> None:
+async def test_events_come_back_in_order_and_page_by_page(state: StateClient) -> None:
     for n in range(5):
         await events.append(state, "ticked", {"n": n, "none": None, "list": [], "map": {}})
-    first = await events.read(state, count=3)
-    rest = await events.read(state, first[-1].id)
+    first = await events.read_page(state, count=3)
+    rest = await events.read_page(state, first[-1].id)
     assert [event.fields["n"] for event in first + rest] == [0, 1, 2, 3, 4]
     assert first[0].fields == {"n": 0, "none": None, "list": [], "map": {}}
     assert await events.read_all(state) == first + rest
 
 
-async def test_an_event_can_be_above_one_that_is_there_no_more(state: State) -> None:
+async def test_an_event_can_be_above_one_that_is_there_no_more(state: StateClient) -> None:
     """Also when what is there is above that, as after a clock was set back."""
     await events.append(state, "now", {})
     now_ms = (await events.read_all(state))[0].ms
     for seen_ms in (now_ms + 90_000, now_ms + 10_000, now_ms - 1):
-        await events.append(state, "above", {"seen": seen_ms}, above=f"{seen_ms}-3")
+        await events.append(state, "above", {"seen": seen_ms}, after_id=f"{seen_ms}-3")
     first, *told = await events.read_all(state)
     assert [event.fields["seen"] - now_ms for event in told] == [90_000, 10_000, -1]
     assert told[0].ms > now_ms + 90_000 and first.kind == "now"
 
 
-async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(state: State) -> None:
+async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(state: StateClient) -> None:
     for _ in range(2):
         await events.append(state, "before", {}, "its own operation")
-    await state.command("SCRIPT", "FLUSH")
+    await state.run_command("SCRIPT", "FLUSH")
     await events.append(state, "after", {})
     assert [event.kind for event in await events.read_all(state)] == ["before", "after"]
 
 
-async def test_a_script_sent_twice_under_one_operation_acts_once(state: State) -> None:
+async def test_a_script_sent_twice_under_one_operation_acts_once(state: StateClient) -> None:
     args = {"op": "same", "kind": "once", "fields": "{}"}
-    assert await state.run("append", ["{mesh}"], args) == await state.run(
+    assert await state.run_script("append", ["{mesh}"], args) == await state.run_script(
         "append", ["{mesh}"], args
     )
     assert len(await events.read_all(state)) == 1
@@ -262,154 +266,175 @@ async def test_a_script_sent_twice_under_one_operation_acts_once(state: State) -
 async def test_an_event_that_is_told_under_a_lease_needs_it_and_is_told_once(bench: Bench) -> None:
     token = await bench.seat("trainer/job")
     for _ in range(2):
-        await events.append_as(bench.state, "trainer/job", token, "told", {"empty": []}, "op")
+        await events.append_fenced_event(
+            bench.state, "trainer/job", token, "told", {"empty": []}, "op"
+        )
     with pytest.raises(Fenced):
-        await events.append_as(bench.state, "trainer/job", token + 1, "told", {}, "other")
+        await events.append_fenced_event(bench.state, "trainer/job", token + 1, "told", {}, "other")
     told = [e.fields for e in await events.read_all(bench.state) if e.kind == "told"]
     assert told == [{"empty": []}]
 
 
 @pytest.fixture
-async def asked(state: State) -> SyncClient:
+async def asked(state: StateClient) -> SyncRedisClient:
     """What threads ask with, of a mesh with one host."""
-    await doors.admit_host(state, HOST)
-    return state._sync
+    await credentials.admit_host(state, HOST)
+    return state._sync_client
 
 
 async def test_who_has_shown_a_key_is_known_by_role_and_host(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    assert doors.who(asked, [KEY]) == [()]
-    assert await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0")) == 0
-    assert doors.who(asked, [KEY]) == [(f"engine@{HOST}",)]
-    assert doors.who(asked, [ANOTHER, KEY]) == [(), (f"engine@{HOST}",)]
-    await doors.leave(state, Row("engine", HOST, KEY, "engine/g0.0"))
-    assert doors.who(asked, [KEY]) == [()]
-    assert await doors.rows(state) == []
+    assert credentials.lookup_owners(asked, [KEY]) == [()]
+    assert (
+        await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0")) == 0
+    )
+    assert credentials.lookup_owners(asked, [KEY]) == [(f"engine@{HOST}",)]
+    assert credentials.lookup_owners(asked, [ANOTHER, KEY]) == [(), (f"engine@{HOST}",)]
+    await credentials.withdraw_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
+    assert credentials.lookup_owners(asked, [KEY]) == [()]
+    assert await credentials.list_credentials(state) == []
 
 
-async def test_a_host_that_nobody_let_in_shows_no_key(state: State, asked: SyncClient) -> None:
+async def test_a_host_that_nobody_let_in_shows_no_key(
+    state: StateClient, asked: SyncRedisClient
+) -> None:
     with pytest.raises(Refused, match=OTHER):
-        await doors.enter(state, Row("engine", OTHER, KEY, "engine/g0.0"))
+        await credentials.register_key(state, Credential("engine", OTHER, KEY, "engine/g0.0"))
     # it may write to its own door all the same
-    await state.command("HSET", f"{MESH}:door:engine:{OTHER}", KEY, "engine/g0.0")
-    assert doors.who(asked, [KEY]) == [()]
+    await state.run_command("HSET", f"{MESH_PREFIX}:door:engine:{OTHER}", KEY, "engine/g0.0")
+    assert credentials.lookup_owners(asked, [KEY]) == [()]
 
 
 async def test_who_enters_the_key_of_another_takes_nothing_from_it(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await doors.admit_host(state, OTHER)
-    await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
-    await doors.enter(state, Row("worker", HOST, ANOTHER, "worker/w0"))
+    await credentials.admit_host(state, OTHER)
+    await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
+    await credentials.register_key(state, Credential("worker", HOST, ANOTHER, "worker/w0"))
     # with what is its own, a host can do no more than this
     for role in ("engine", "rollout"):
-        await state.command("HSET", f"{MESH}:door:{role}:{OTHER}", KEY, "engine/g0.0")
-    assert doors.who(asked, [ANOTHER, KEY, THIRD]) == [
+        await state.run_command("HSET", f"{MESH_PREFIX}:door:{role}:{OTHER}", KEY, "engine/g0.0")
+    assert credentials.lookup_owners(asked, [ANOTHER, KEY, THIRD]) == [
         (f"worker@{HOST}",),
         (f"engine@{HOST}", f"engine@{OTHER}", f"rollout@{OTHER}"),
         (),
     ]
-    await doors.revoke_host(state, OTHER)
-    assert doors.who(asked, [KEY]) == [(f"engine@{HOST}",)]
+    await credentials.revoke_host(state, OTHER)
+    assert credentials.lookup_owners(asked, [KEY]) == [(f"engine@{HOST}",)]
 
 
 async def test_an_expelled_host_has_no_key_left_and_shows_none(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await doors.admit_host(state, OTHER)
-    await doors.enter(state, Row("engine", OTHER, KEY, "engine/g0.0"))
-    number = await doors.enter(state, Row("engine", HOST, ANOTHER, "engine/g1.0"))
-    assert await doors.revoke_host(state, OTHER)
-    assert not await doors.revoke_host(state, OTHER)
-    assert doors.who(asked, [KEY, ANOTHER]) == [(), (f"engine@{HOST}",)]
+    await credentials.admit_host(state, OTHER)
+    await credentials.register_key(state, Credential("engine", OTHER, KEY, "engine/g0.0"))
+    number = await credentials.register_key(
+        state, Credential("engine", HOST, ANOTHER, "engine/g1.0")
+    )
+    assert await credentials.revoke_host(state, OTHER)
+    assert not await credentials.revoke_host(state, OTHER)
+    assert credentials.lookup_owners(asked, [KEY, ANOTHER]) == [(), (f"engine@{HOST}",)]
     with pytest.raises(Refused, match="expelled"):
-        await doors.enter(state, Row("engine", OTHER, THIRD, "engine/g0.0"))
-    assert await doors.enter(state, Row("worker", HOST, THIRD, "worker/w0")) > number
+        await credentials.register_key(state, Credential("engine", OTHER, THIRD, "engine/g0.0"))
+    assert (
+        await credentials.register_key(state, Credential("worker", HOST, THIRD, "worker/w0"))
+        > number
+    )
 
 
 async def test_a_revoked_key_is_let_in_no_more_even_by_its_own_host(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
-    assert await doors.revoke_key(state, KEY)
-    assert not await doors.revoke_key(state, KEY)
-    await state.command("HSET", f"{MESH}:door:engine:{HOST}", KEY, "engine/g0.0")
-    assert doors.who(asked, [KEY]) == [()]
+    await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
+    assert await credentials.revoke_key(state, KEY)
+    assert not await credentials.revoke_key(state, KEY)
+    await state.run_command("HSET", f"{MESH_PREFIX}:door:engine:{HOST}", KEY, "engine/g0.0")
+    assert credentials.lookup_owners(asked, [KEY]) == [()]
     with pytest.raises(Refused, match=KEY[:8]):
-        await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
+        await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
 
 
 async def test_the_key_of_a_bulk_port_counts_while_its_processs_other_key_does(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await doors.admit_host(state, OTHER)
+    await credentials.admit_host(state, OTHER)
     bulk, other = (f"bulk:{digit * 64}" for digit in "de")
-    engine = Row("engine", HOST, KEY, "engine/g0.0", bulk)
-    await doors.enter(state, engine)
-    assert doors.who(asked, [bulk, KEY, "d" * 64]) == [(f"engine@{HOST}",)] * 2 + [()]
-    assert [row.public for row in await doors.rows(state)] == [KEY], "one process, one row"
+    engine = Credential("engine", HOST, KEY, "engine/g0.0", bulk)
+    await credentials.register_key(state, engine)
+    assert credentials.lookup_owners(asked, [bulk, KEY, "d" * 64]) == [(f"engine@{HOST}",)] * 2 + [
+        ()
+    ]
+    assert [row.public for row in await credentials.list_credentials(state)] == [KEY], (
+        "one process, one row"
+    )
     # a host that shows another's key beside one of its own takes nothing from it by being revoked
-    await doors.enter(state, Row("worker", OTHER, ANOTHER, "worker/w0", bulk))
-    assert await doors.revoke_key(state, ANOTHER)
-    assert doors.who(asked, [bulk, ANOTHER]) == [(f"engine@{HOST}",), ()]
-    await state.command("HSET", f"{MESH}:door:worker:{OTHER}", other, f"1 {ANOTHER}")
-    assert doors.who(asked, [other]) == [()]
-    await doors.leave(state, engine)
-    assert doors.who(asked, [bulk, KEY]) == [(), ()]
+    await credentials.register_key(state, Credential("worker", OTHER, ANOTHER, "worker/w0", bulk))
+    assert await credentials.revoke_key(state, ANOTHER)
+    assert credentials.lookup_owners(asked, [bulk, ANOTHER]) == [(f"engine@{HOST}",), ()]
+    await state.run_command("HSET", f"{MESH_PREFIX}:door:worker:{OTHER}", other, f"1 {ANOTHER}")
+    assert credentials.lookup_owners(asked, [other]) == [()]
+    await credentials.withdraw_key(state, engine)
+    assert credentials.lookup_owners(asked, [bulk, KEY]) == [(), ()]
 
 
 async def test_all_keys_are_listed_with_the_names_of_their_processes(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    await doors.enter(state, Row("worker", HOST, ANOTHER, "worker/w0"))
-    await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
-    assert await doors.rows(state) == [
-        Row("engine", HOST, KEY, "engine/g0.0"),
-        Row("worker", HOST, ANOTHER, "worker/w0"),
+    await credentials.register_key(state, Credential("worker", HOST, ANOTHER, "worker/w0"))
+    await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
+    assert await credentials.list_credentials(state) == [
+        Credential("engine", HOST, KEY, "engine/g0.0"),
+        Credential("worker", HOST, ANOTHER, "worker/w0"),
     ]
 
 
-async def test_a_mesh_of_one_host_lets_in_no_other_host(state: State, asked: SyncClient) -> None:
-    await doors.admit_first(state, OTHER)  # somebody is let in already
-    assert await doors.hosts(state) == [HOST]
-    await doors.admit_host(state, OTHER)
-    await doors.enter(state, Row("worker", OTHER, KEY, "worker/w0"))
-    await doors.admit_alone(state, HOST)
-    assert await doors.hosts(state) == [HOST] and doors.who(asked, [KEY]) == [()]
-    await doors.admit_first(state, OTHER)
+async def test_a_mesh_of_one_host_lets_in_no_other_host(
+    state: StateClient, asked: SyncRedisClient
+) -> None:
+    await credentials.admit_if_first(state, OTHER)  # somebody is let in already
+    assert await credentials.list_admitted_hosts(state) == [HOST]
+    await credentials.admit_host(state, OTHER)
+    await credentials.register_key(state, Credential("worker", OTHER, KEY, "worker/w0"))
+    await credentials.admit_only(state, HOST)
+    assert await credentials.list_admitted_hosts(state) == [HOST] and credentials.lookup_owners(
+        asked, [KEY]
+    ) == [()]
+    await credentials.admit_if_first(state, OTHER)
     with pytest.raises(Refused):
-        await doors.enter(state, Row("worker", OTHER, KEY, "worker/w0"))
+        await credentials.register_key(state, Credential("worker", OTHER, KEY, "worker/w0"))
 
 
 async def test_keys_of_processes_that_are_gone_do_not_stay_for_ever(simulated: Bench) -> None:
     state = simulated.state
-    await doors.admit_host(state, HOST)
-    await doors.enter(state, Row("engine", HOST, KEY, "engine/g0.0"))
+    await credentials.admit_host(state, HOST)
+    await credentials.register_key(state, Credential("engine", HOST, KEY, "engine/g0.0"))
     await simulated.pass_ms(GONE_MS - 1000)
-    await doors.enter(state, Row("engine", HOST, ANOTHER, "engine/g1.0"))
-    assert len(await doors.rows(state)) == 2, "one that is late is not gone"
+    await credentials.register_key(state, Credential("engine", HOST, ANOTHER, "engine/g1.0"))
+    assert len(await credentials.list_credentials(state)) == 2, "one that is late is not gone"
     await simulated.pass_ms(2000)
-    await doors.enter(state, Row("engine", HOST, THIRD, "engine/g2.0"))
-    assert [row.public for row in await doors.rows(state)] == [ANOTHER, THIRD]
+    await credentials.register_key(state, Credential("engine", HOST, THIRD, "engine/g2.0"))
+    assert [row.public for row in await credentials.list_credentials(state)] == [ANOTHER, THIRD]
 
 
 async def test_a_renewal_shows_the_key_and_tells_of_revocations(
-    state: State, asked: SyncClient
+    state: StateClient, asked: SyncRedisClient
 ) -> None:
-    row = Row("engine", HOST, KEY, "engine/g0.0")
-    token = await registry.register(state, Entry(row.name, "engine", incarnation="a"), 60_000)
+    row = Credential("engine", HOST, KEY, "engine/g0.0")
+    token = await registry.register(
+        state, RegistryEntry(row.name, "engine", incarnation="a"), 60_000
+    )
 
-    def renewed() -> Renewal:
-        return registry.renew(state, row.name, token, 60_000, {}, [], row)
+    def renewed() -> LeaseRenewal:
+        return registry.renew_lease(state, row.name, token, 60_000, {}, [], row)
 
-    number = await doors.enter(state, row)
-    assert renewed() == Renewal(True, number)
-    await state.command("DEL", f"{MESH}:door:engine:{HOST}")
+    number = await credentials.register_key(state, row)
+    assert renewed() == LeaseRenewal(True, number)
+    await state.run_command("DEL", f"{MESH_PREFIX}:door:engine:{HOST}")
     assert renewed().held, "a Redis that has forgotten it is shown it again"
-    assert doors.who(asked, [KEY]) == [(f"engine@{HOST}",)]
-    await doors.revoke_key(state, ANOTHER)
-    assert renewed() == Renewal(True, number + 1)
-    await doors.revoke_key(state, KEY)
+    assert credentials.lookup_owners(asked, [KEY]) == [(f"engine@{HOST}",)]
+    await credentials.revoke_key(state, ANOTHER)
+    assert renewed() == LeaseRenewal(True, number + 1)
+    await credentials.revoke_key(state, KEY)
     assert not renewed().held and "revoked" in renewed().why
-    assert doors.who(asked, [KEY]) == [()]
+    assert credentials.lookup_owners(asked, [KEY]) == [()]

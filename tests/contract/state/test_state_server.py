@@ -14,12 +14,12 @@ from redis.exceptions import ResponseError
 
 from meshrl.common.base.errors import Fenced, StateUnavailable
 from meshrl.common.state import events, groups, jobs, registry, steps
-from meshrl.common.state.lifecycle import accounting, deleting
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import EVENTS, MESH, TRIMMED
-from meshrl.common.state.server import rollback
-from meshrl.common.state.server.rollback import JobMark, RollbackMark
-from meshrl.common.state.steps import IDS_APART
+from meshrl.common.state.job_lifecycle import deletion, trajectory_accounting
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import EVENTS, MESH_PREFIX, TRIMMED_KEY
+from meshrl.common.state.server_state import rollback
+from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
+from meshrl.common.state.steps import GROUP_ID_GAP
 from tests.contract.state.state_bench import (
     JOB,
     SHARD,
@@ -79,7 +79,7 @@ async def losing_replies(server: Server) -> AsyncIterator[str]:
 
 async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
     async with losing_replies(server) as url:
-        state = await State.open(url)
+        state = await StateClient.open(url)
         bench = Bench(state, None)
         seats = await bench.training_job()
         for step in (1, 2, 3):
@@ -88,19 +88,19 @@ async def test_replies_that_are_lost_change_nothing(server: Server) -> None:
             await seats.commit(step, taken, filtered=(taken[0],))
         [lost] = await seats.admit(1)
         await seats.requeue(lost.group, "host_lost", uuid.uuid4().hex)
-        row, now = await jobs.job(state, JOB), await groups.in_flight(state, JOB)
-        terms = accounting.account(await events.read_all(state), now.samples)
+        row, now = await jobs.read_job(state, JOB), await groups.count_in_flight(state, JOB)
+        terms = trajectory_accounting.compute_account(await events.read_all(state), now.samples)
         await state.close()
     assert (row.version, row.trained, row.filtered, row.host_lost) == (3, 6, 6, 2)
     assert row.opened == 22 and row.admitted == 10
-    assert {term: terms[term] for term in jobs.COUNTS} == {
-        term: getattr(row, term) for term in jobs.COUNTS
+    assert {term: terms[term] for term in jobs.COUNT_FIELDS} == {
+        term: getattr(row, term) for term in jobs.COUNT_FIELDS
     }
     assert (terms["lost"], terms["trained_twice"]) == (0, 0)
 
 
 async def test_a_server_that_is_killed_has_all_that_it_acknowledged(server: Server) -> None:
-    state = await State.open(server.url)
+    state = await StateClient.open(server.url)
     bench = Bench(state, None)
     seats = await bench.training_job()
     opened = await seats.admit()
@@ -114,58 +114,58 @@ async def test_a_server_that_is_killed_has_all_that_it_acknowledged(server: Serv
     for group in opened:  # the first one waits for the server to return
         await seats.finish(group)
     await back
-    assert (await groups.in_flight(state, JOB)).ready == len(opened)
+    assert (await groups.count_in_flight(state, JOB)).ready == len(opened)
     await seats.step(1)
     server.kill()
     server.start()
-    assert (await jobs.job(state, JOB)).version == 1
+    assert (await jobs.read_job(state, JOB)).version == 1
     found = await registry.lookup(state, SHARD)
     assert found and found.token == seats.shard
     await state.close()
 
 
 async def test_a_lease_survives_an_outage_that_outlasts_it(server: Server) -> None:
-    state = await State.open(server.url)
-    entry = registry.Entry(SHARD, "rollout", incarnation="a")
+    state = await StateClient.open(server.url)
+    entry = registry.RegistryEntry(SHARD, "rollout", incarnation="a")
     token = await registry.register(state, entry)
 
     def renew() -> bool:
-        return registry.renew(state, SHARD, token, 300, {}, []).held
+        return registry.renew_lease(state, SHARD, token, 300, {}, []).held
 
     assert await asyncio.to_thread(renew)
     server.kill()
     with pytest.raises(StateUnavailable):
         await asyncio.to_thread(renew)
     await asyncio.sleep(0.6)
-    assert state.away_ms() > 300
+    assert state.get_outage_ms() > 300
     server.start()
     assert await asyncio.to_thread(renew)
-    assert await state.command("GET", f"{MESH}:epoch") == "1"
+    assert await state.run_command("GET", f"{MESH_PREFIX}:epoch") == "1"
     assert await registry.register(state, entry) == token
     await state.close()
 
 
 async def test_a_server_that_is_not_there_is_named_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(StateUnavailable, match=r"nowhere.*MESHRL_REDIS_URL"):
-        await State.open(f"unix://{tmp_path}/nowhere", connect_s=0.2)
+        await StateClient.open(f"unix://{tmp_path}/nowhere", connect_timeout_s=0.2)
 
 
 async def test_a_server_that_is_full_is_unavailable_until_there_is_room(server: Server) -> None:
-    state = await State.open(server.url)
+    state = await StateClient.open(server.url)
     await events.append(state, "before", {})
-    await state.command("CONFIG", "SET", "maxmemory", "1")
+    await state.run_command("CONFIG", "SET", "maxmemory", "1")
     with pytest.raises(StateUnavailable, match="memory is full"):
         await events.append(state, "refused", {})
-    await state.command("CONFIG", "SET", "maxmemory", "0")
+    await state.run_command("CONFIG", "SET", "maxmemory", "0")
     await events.append(state, "after", {})
     assert [event.kind for event in await events.read_all(state)] == ["before", "after"]
     await state.close()
 
 
 async def test_a_fault_of_a_script_is_not_taken_for_an_absent_server(server: Server) -> None:
-    state = await State.open(server.url)
+    state = await StateClient.open(server.url)
     with pytest.raises(ResponseError, match="WRONGTYPE"):
-        await state.command("SET", "{mesh}:events", "not a stream")
+        await state.run_command("SET", "{mesh}:events", "not a stream")
         await events.append(state, "refused", {})
     await state.close()
 
@@ -182,70 +182,78 @@ async def trained(bench: Bench, upto: int) -> Seats:
 async def test_what_redis_holds_is_as_far_as_itself_and_as_what_was_known_before(
     bench: Bench,
 ) -> None:
-    before = await rollback.held(bench.state, RollbackMark())
+    before = await rollback.read_watermark(bench.state, StateWatermark())
     await trained(bench, 2)
-    now = await rollback.held(bench.state, before)
+    now = await rollback.read_watermark(bench.state, before)
     assert now.jobs[JOB].version == 2 and now.jobs[JOB].next_group == 4
-    again = await rollback.held(bench.state, now)
+    again = await rollback.read_watermark(bench.state, now)
     assert again == now
-    assert rollback.older(now, before) == rollback.older(again, now) == ""
+    assert rollback.explain_rollback(now, before) == rollback.explain_rollback(again, now) == ""
 
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["event", "token", "version", "lineage", "group", "job"])
 async def test_each_thing_that_only_rises_tells_an_older_state(bench: Bench, what: str) -> None:
     await trained(bench, 2)
-    now = await rollback.held(bench.state, RollbackMark())
+    now = await rollback.read_watermark(bench.state, StateWatermark())
     one = now.jobs[JOB]
-    ms, _ = events.order(now.event)
+    ms, _ = events.parse_event_id(now.event)
     known = {
         "event": dataclasses.replace(now, event=f"{ms + 1}-0"),
         "token": dataclasses.replace(now, token=now.token + 1),
-        "version": RollbackMark(jobs={JOB: JobMark(one.lineage, one.version + 1)}),
-        "lineage": RollbackMark(jobs={JOB: JobMark(one.lineage + 1, 0)}),
-        "group": RollbackMark(jobs={JOB: JobMark(next_group=one.next_group + 1)}),
-        "job": RollbackMark(jobs={"another": JobMark(0, 0)}),
+        "version": StateWatermark(jobs={JOB: JobWatermark(one.lineage, one.version + 1)}),
+        "lineage": StateWatermark(jobs={JOB: JobWatermark(one.lineage + 1, 0)}),
+        "group": StateWatermark(jobs={JOB: JobWatermark(next_group=one.next_group + 1)}),
+        "job": StateWatermark(jobs={"another": JobWatermark(0, 0)}),
     }[what]
-    assert rollback.older(await rollback.held(bench.state, known), known)
+    assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known)
 
 
 async def test_events_that_were_added_to_an_older_stream_do_not_hide_it(bench: Bench) -> None:
     await events.append(bench.state, "note", {})
-    now = await rollback.held(bench.state, RollbackMark())
-    ms, number = events.order(now.event)
-    known = RollbackMark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
+    now = await rollback.read_watermark(bench.state, StateWatermark())
+    ms, number = events.parse_event_id(now.event)
+    known = StateWatermark(event=f"{ms}-{number + 1}")  # was lost with the end of the stream
     await bench.pass_ms(2)
     await events.append(bench.state, "note", {})
-    assert rollback.older(await rollback.held(bench.state, known), known)
+    assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known)
 
 
 async def test_events_that_were_read_and_trimmed_are_not_missed(bench: Bench) -> None:
     for _ in range(3):
         await events.append(bench.state, "note", {})
-    known = await rollback.held(bench.state, RollbackMark())
-    await bench.state.command("SET", TRIMMED, known.event)
-    ms, number = events.order(known.event)
-    await bench.state.command("XTRIM", EVENTS, "MINID", f"{ms}-{number + 1}")
-    assert rollback.older(await rollback.held(bench.state, known), known) == ""
+    known = await rollback.read_watermark(bench.state, StateWatermark())
+    await bench.state.run_command("SET", TRIMMED_KEY, known.event)
+    ms, number = events.parse_event_id(known.event)
+    await bench.state.run_command("XTRIM", EVENTS, "MINID", f"{ms}-{number + 1}")
+    assert rollback.explain_rollback(await rollback.read_watermark(bench.state, known), known) == ""
 
 
 async def test_an_empty_redis_is_older_than_anything(bench: Bench) -> None:
     await trained(bench, 1)
-    now = await rollback.held(bench.state, RollbackMark())
-    await bench.state.command("FLUSHALL")
-    assert rollback.older(await rollback.held(bench.state, now), now) == "it is empty"
-    assert rollback.older(await rollback.held(bench.state, RollbackMark()), RollbackMark()) == ""
+    now = await rollback.read_watermark(bench.state, StateWatermark())
+    await bench.state.run_command("FLUSHALL")
+    assert (
+        rollback.explain_rollback(await rollback.read_watermark(bench.state, now), now)
+        == "it is empty"
+    )
+    assert (
+        rollback.explain_rollback(
+            await rollback.read_watermark(bench.state, StateWatermark()), StateWatermark()
+        )
+        == ""
+    )
 
 
 async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench) -> None:
     """The state goes back to before the trainer registered, whose token would be issued again."""
     seats = await trained(bench, 1)
-    known = await rollback.held(bench.state, RollbackMark())
-    await bench.state.command("SET", rollback.TOKEN, seats.trainer - 1)
+    known = await rollback.read_watermark(bench.state, StateWatermark())
+    await bench.state.run_command("SET", rollback.TOKEN_KEY, seats.trainer - 1)
     await registry.evict(bench.state, TRAINER, (await _incarnation(bench)))
-    found = await rollback.held(bench.state, known)
-    assert rollback.older(found, known)
-    await rollback.raise_tokens(bench.state, rollback.floor_above(found, known))
+    found = await rollback.read_watermark(bench.state, known)
+    assert rollback.explain_rollback(found, known)
+    await rollback.raise_token_floor(bench.state, rollback.compute_token_floor(found, known))
     successor = await bench.seat(TRAINER)
     assert successor > known.token >= seats.trainer
     for group in await seats.admit(2):
@@ -253,22 +261,22 @@ async def test_who_acted_before_the_rollback_cannot_commit_after_it(bench: Bench
     with pytest.raises(Fenced):
         await seats.step(2)
     assert (await Seats(bench.state, seats.shard, successor).step(2)) != []
-    assert [row["step"] for row in await steps.step_rows(bench.state, JOB)] == [1, 2]
+    assert [row["step"] for row in await steps.read_step_rows(bench.state, JOB)] == [1, 2]
 
 
 async def test_tokens_are_whole_numbers_after_many_generations(bench: Bench) -> None:
-    floor = 2_000_000_000_000 + 1_000_000 * rollback.TOKENS_APART
-    await rollback.raise_tokens(bench.state, floor)
+    floor = 2_000_000_000_000 + 1_000_000 * rollback.TOKEN_GAP
+    await rollback.raise_token_floor(bench.state, floor)
     tokens = [await bench.seat(SHARD) for _ in range(3)]
     assert tokens == [floor + 1, floor + 2, floor + 3]
-    await rollback.raise_tokens(bench.state, floor)  # it is never lowered
+    await rollback.raise_token_floor(bench.state, floor)  # it is never lowered
     assert await bench.seat(SHARD) == floor + 4
 
 
 async def test_a_first_token_is_above_the_clock_so_that_it_rises_without_any_record(
     bench: Bench,
 ) -> None:
-    await rollback.raise_tokens(bench.state, rollback.TOKENS_APART)
+    await rollback.raise_token_floor(bench.state, rollback.TOKEN_GAP)
     assert await bench.seat(SHARD) > 1_700_000_000_000
 
 
@@ -279,22 +287,22 @@ async def _incarnation(bench: Bench) -> str:
 
 
 def test_joined_marks_are_as_far_as_the_furthest() -> None:
-    one = RollbackMark("10-1", 5, {"a": JobMark(1, 3, 7, "/a"), "b": JobMark(0, 1)})
-    two = RollbackMark("9-4", 6, {"a": JobMark(0, 9, 8, phase="training")})
-    assert rollback.joined([one, two]) == RollbackMark(
-        "10-1", 6, {"a": JobMark(1, 3, 8, "/a", "training"), "b": JobMark(0, 1)}
+    one = StateWatermark("10-1", 5, {"a": JobWatermark(1, 3, 7, "/a"), "b": JobWatermark(0, 1)})
+    two = StateWatermark("9-4", 6, {"a": JobWatermark(0, 9, 8, phase="training")})
+    assert rollback.merge_watermarks([one, two]) == StateWatermark(
+        "10-1", 6, {"a": JobWatermark(1, 3, 8, "/a", "training"), "b": JobWatermark(0, 1)}
     )
 
 
 async def test_a_job_that_was_deleted_is_not_missed(bench: Bench) -> None:
     await trained(bench, 2)
-    known = await rollback.held(bench.state, RollbackMark())
+    known = await rollback.read_watermark(bench.state, StateWatermark())
     await jobs.cancel(bench.state, JOB, "stop")
-    await deleting.delete(bench.state, JOB, "delete")
-    now = await rollback.held(bench.state, known)
-    assert rollback.older(now, known) == ""
-    assert JOB in now.deleted and JOB not in rollback.without(known, now.deleted).jobs
-    assert rollback.older(dataclasses.replace(now, deleted={}), known)
+    await deletion.delete_job(bench.state, JOB, "delete")
+    now = await rollback.read_watermark(bench.state, known)
+    assert rollback.explain_rollback(now, known) == ""
+    assert JOB in now.deleted and JOB not in rollback.drop_deleted_jobs(known, now.deleted).jobs
+    assert rollback.explain_rollback(dataclasses.replace(now, deleted={}), known)
 
 
 async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(
@@ -302,19 +310,19 @@ async def test_two_losses_from_one_checkpoint_share_neither_lineage_nor_groups(
 ) -> None:
     seats = await bench.training_job()
     await seats.train(1)
-    saved = await steps.checkpoint_state(bench.state, JOB)
+    saved = await steps.read_checkpoint_state(bench.state, JOB)
     saved |= {"manifest": "m0.1", "checkpoint": "c1"}
 
     lineages, seen, last = [], set[int](), 0
     for _ in range(3):
-        await bench.state.command("FLUSHALL")
+        await bench.state.run_command("FLUSHALL")
         for _ in range(2):  # its answer may be lost
             await steps.restore_job(bench.state, JOB, document(), "/runs", saved, last)
         seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
         opened = {group.group for group in await seats.admit()}
         assert opened and opened.isdisjoint(seen) and min(opened) > max(seen, default=0)
         seen |= opened
-        last = (await jobs.job(bench.state, JOB)).lineage
+        last = (await jobs.read_job(bench.state, JOB)).lineage
         lineages.append(last)
     assert lineages == [1, 2, 3]
     told = [e.fields for e in await events.read_all(bench.state) if e.kind == "opened"]
@@ -326,11 +334,11 @@ async def test_ids_rise_above_those_of_a_checkpoint_that_had_run_through_its_sha
 ) -> None:
     seats = await bench.training_job()
     await seats.admit()
-    saved = await steps.checkpoint_state(bench.state, JOB)
-    saved |= {"manifest": "m0", "checkpoint": "c0", "next_group": 5 * IDS_APART + 7}
-    await bench.state.command("FLUSHALL")
+    saved = await steps.read_checkpoint_state(bench.state, JOB)
+    saved |= {"manifest": "m0", "checkpoint": "c0", "next_group": 5 * GROUP_ID_GAP + 7}
+    await bench.state.run_command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(), "/runs", saved, 3)
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
     opened = [group.group for group in await seats.admit()]
-    assert opened[0] == 6 * IDS_APART and opened == sorted(opened)
-    assert (await jobs.job(bench.state, JOB)).lineage == 4
+    assert opened[0] == 6 * GROUP_ID_GAP and opened == sorted(opened)
+    assert (await jobs.read_job(bench.state, JOB)).lineage == 4

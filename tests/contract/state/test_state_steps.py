@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from meshrl.common.base.errors import Fenced, Refused
-from meshrl.common.base.lineages import NATIVE
+from meshrl.common.base.lineages import SINGLE_LINEAGE
 from meshrl.common.state import events, groups, jobs, steps
-from meshrl.common.state.lifecycle import accounting
-from meshrl.common.state.steps import Committed
+from meshrl.common.state.job_lifecycle import trajectory_accounting
+from meshrl.common.state.steps import StepCommitResult
 from tests.contract.state.state_bench import (
     EVALUATOR,
     JOB,
@@ -22,20 +22,22 @@ from tests.contract.state.state_bench import (
 
 
 async def account(bench: Bench) -> dict[str, int]:
-    now = await groups.in_flight(bench.state, JOB)
-    return accounting.account(await events.read_all(bench.state), now.samples, JOB)
+    now = await groups.count_in_flight(bench.state, JOB)
+    return trajectory_accounting.compute_account(
+        await events.read_all(bench.state), now.samples, JOB
+    )
 
 
 async def test_the_first_weights_are_version_zero_once(bench: Bench) -> None:
     seats = await bench.training_job()
     await steps.commit_initial(
-        bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m0", "c0")
+        bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionReferences("m0", "c0")
     )
     with pytest.raises(Refused, match="other weights"):
         await steps.commit_initial(
-            bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionNames("m9", "c0")
+            bench.state, JOB, TRAINER, seats.trainer, 0, steps.VersionReferences("m9", "c0")
         )
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.manifest, row.checkpoint) == (0, "m0", "c0")
 
 
@@ -43,8 +45,8 @@ async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Ben
     seats = await bench.training_job(groups_per_step=2)
     await seats.fill()
     taken = await seats.leased(1)
-    assert await seats.commit(1, taken, filtered=(taken[0],)) == Committed(1, False)
-    row = await jobs.job(bench.state, JOB)
+    assert await seats.commit(1, taken, filtered=(taken[0],)) == StepCommitResult(1, False)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.steps_done, row.manifest, row.checkpoint) == (1, 1, "m0.1", "c1")
     assert (row.trained, row.filtered) == (2, 2)
     [told] = [e for e in await events.read_all(bench.state) if e.kind == "step"]
@@ -53,7 +55,7 @@ async def test_a_step_becomes_the_current_version_and_ends_its_groups(bench: Ben
         {"group": 1, "samples": 2, "scored": 2, "filtered": False},
     ]
     assert told.fields["metrics"] == {"reward": 0.5, "lengths": []}
-    assert not await bench.state.command("EXISTS", "{job}:group:0", "{job}:group:1")
+    assert not await bench.state.run_command("EXISTS", "{job}:group:0", "{job}:group:1")
 
 
 async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_failed(
@@ -66,20 +68,20 @@ async def test_a_step_tells_which_share_of_what_has_ended_since_the_last_one_fai
     await seats.step(1)
     await seats.finish(second)
     await seats.step(2)
-    rows = await steps.step_rows(bench.state, JOB)
+    rows = await steps.read_step_rows(bench.state, JOB)
     assert [row["failed_share"] for row in rows] == [3 / 4, 0.0]
     lineage = await seats.go_back(1)
     taken = await seats.leased(2)
     await seats.commit(2, taken, lineage=lineage)
-    assert (await steps.step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
+    assert (await steps.read_step_rows(bench.state, JOB))[-1]["failed_share"] == 0.0
 
 
 async def test_a_commit_sent_twice_is_one_step(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.fill()
     taken = await seats.leased(1)
-    assert await seats.commit(1, taken) == Committed(1, False)
-    assert await seats.commit(1, taken) == Committed(1, True)
+    assert await seats.commit(1, taken) == StepCommitResult(1, False)
+    assert await seats.commit(1, taken) == StepCommitResult(1, True)
     assert (await account(bench))["trained"] == 4
     with pytest.raises(Refused, match="committed with manifest"):
         await seats.commit(1, taken, manifest="other")
@@ -96,7 +98,7 @@ async def test_a_zombie_trainer_commits_nothing(bench: Bench) -> None:
     with pytest.raises(Refused, match="not leased"):
         await seats.commit(1, taken)
     assert await seats.leased(1) == taken
-    assert await seats.commit(1, taken) == Committed(1, False)
+    assert await seats.commit(1, taken) == StepCommitResult(1, False)
     with pytest.raises(Fenced):
         await zombie.commit(2, taken)
 
@@ -121,23 +123,25 @@ async def test_members_that_failed_are_typed_drops_of_the_step(bench: Bench) -> 
     await seats.step(1)
     terms = await account(bench)
     assert (terms["trained"], terms["typed_drops"], terms["lost"]) == (6, 2, 0)
-    assert (await jobs.job(bench.state, JOB)).typed_drops == 2
+    assert (await jobs.read_job(bench.state, JOB)).typed_drops == 2
 
 
 async def test_the_last_step_of_the_budget_starts_the_evaluation(bench: Bench) -> None:
     seats = await bench.training_job(steps=1)
     await seats.train(1)
-    assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
 
 
 async def test_steps_are_read_in_order_with_their_metrics(bench: Bench) -> None:
     seats = await bench.training_job()
     for step in (1, 2, 3):
         await seats.train(step)
-    rows = await steps.step_rows(bench.state, JOB)
+    rows = await steps.read_step_rows(bench.state, JOB)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["reward"] == 0.5 and rows[0]["trained"] == 4 and rows[0]["lengths"] == []
-    assert [row["step"] for row in await steps.step_rows(bench.state, JOB, since=2)] == [3]
+    assert [row["step"] for row in await steps.read_step_rows(bench.state, JOB, after_step=2)] == [
+        3
+    ]
 
 
 async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
@@ -146,31 +150,31 @@ async def test_a_replay_finds_groups_and_record_until_a_checkpoint_covers_them(
     seats = await bench.training_job()
     for step in (1, 2):
         await seats.train(step)
-    found = await steps.step_records(bench.state, JOB)
+    found = await steps.read_step_records(bench.state, JOB)
     assert [record.step for record in found] == [1, 2]
     assert found[0].record == {"bins": [[0, 1]]}
     assert [row.digest for row in found[0].groups] == ["digest0", "digest1"]
     await seats.train(3, covered=1)
-    assert [record.step for record in await steps.step_records(bench.state, JOB)] == [2, 3]
-    assert len(await steps.step_rows(bench.state, JOB)) == 3
+    assert [record.step for record in await steps.read_step_records(bench.state, JOB)] == [2, 3]
+    assert len(await steps.read_step_rows(bench.state, JOB)) == 3
 
 
 async def test_a_checkpoint_beside_the_steps_covers_the_current_version(bench: Bench) -> None:
     seats = await bench.training_job()
     await seats.train(1)
-    open_before = await steps.checkpoint_state(bench.state, JOB)
+    open_before = await steps.read_checkpoint_state(bench.state, JOB)
     for lineage, step in ((0, 0), (1, 1)):
         with pytest.raises(Refused, match="not the current one"):
             about = lineage, step, "other"
-            await steps.cover(bench.state, JOB, TRAINER, seats.trainer, *about)
+            await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, *about)
     with pytest.raises(Fenced):
-        await steps.cover(bench.state, JOB, TRAINER, seats.trainer - 1, 0, 1, "other")
+        await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer - 1, 0, 1, "other")
     for _ in range(2):  # it may be asked again
-        await steps.cover(bench.state, JOB, TRAINER, seats.trainer, 0, 1, "beside")
-    row = await jobs.job(bench.state, JOB)
+        await steps.record_checkpoint(bench.state, JOB, TRAINER, seats.trainer, 0, 1, "beside")
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.checkpoint) == (1, "beside")
-    assert await steps.step_records(bench.state, JOB) == []
-    assert await steps.checkpoint_state(bench.state, JOB) == open_before
+    assert await steps.read_step_records(bench.state, JOB) == []
+    assert await steps.read_checkpoint_state(bench.state, JOB) == open_before
     await seats.train(2)  # goes on
 
 
@@ -182,14 +186,16 @@ async def test_a_new_lineage_trains_the_abandoned_groups_again(bench: Bench) -> 
     for _ in range(2):
         lineage = await seats.go_back(1)
         assert lineage == 1
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.lineage, row.version, row.manifest, row.trained) == (1, 1, "m0.1", 4)
     terms = await account(bench)
     assert (terms["trained"], terms["in_flight"], terms["lost"]) == (4, 8, 0)
-    assert await seats.admit() == [] or (await groups.in_flight(bench.state, JOB)).capacity >= 0
+    assert (
+        await seats.admit() == [] or (await groups.count_in_flight(bench.state, JOB)).capacity >= 0
+    )
     again = await seats.leased(2)
     assert again == [group.group for group in first[2:4]]
-    assert await seats.commit(2, again, lineage=1) == Committed(2, False)
+    assert await seats.commit(2, again, lineage=1) == StepCommitResult(2, False)
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (8, 0, 0)
 
@@ -202,7 +208,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
     await seats.finish(ready)
     await seats.go_back(1)
 
-    open_ = {group.group: group for group in await groups.open_groups(bench.state, JOB, SHARD)}
+    open_ = {group.group: group for group in await groups.read_open_groups(bench.state, JOB, SHARD)}
     assert open_[slow.group].version == 1, "an engine of the new lineage must be able to serve it"
     for group in open_.values():
         await seats.finish(slow if group.group == slow.group else group)
@@ -221,7 +227,7 @@ async def test_an_abandoned_lineages_versions_are_foreign_in_its_successor(bench
     assert len(seen) == 4
     assert isinstance(await seats.lease(4), groups.LeaseWait), "the others count as of version 1"
     await seats.fill()
-    assert {row.foreign_above for row in await leased(4)} == {NATIVE}
+    assert {row.foreign_above for row in await leased(4)} == {SINGLE_LINEAGE}
     stale = [e for e in await events.read_all(bench.state) if e.kind == "stale"]
     told = [one for e in stale for one in e.fields["groups"]]
     assert {one["group"] for one in told} >= {ready.group, slow.group}
@@ -237,7 +243,7 @@ async def test_no_lineage_opens_behind_what_a_checkpoint_covers(bench: Bench) ->
         await seats.go_back(1)
     with pytest.raises(Refused, match="current version is 2"):
         await steps.open_lineage(
-            bench.state, JOB, TRAINER, seats.trainer, 3, steps.VersionNames("m", "c"), "op2"
+            bench.state, JOB, TRAINER, seats.trainer, 3, steps.VersionReferences("m", "c"), "op2"
         )
 
 
@@ -247,7 +253,7 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
     seats = await bench.training_job(max_staleness=2)
     await seats.fill()
     taken = await seats.leased(1)
-    saved = await steps.checkpoint_state(bench.state, JOB, taken)
+    saved = await steps.read_checkpoint_state(bench.state, JOB, taken)
     await seats.commit(1, taken, covered=1)
     for step in (2, 3, 4):
         await seats.train(step, covered=2)
@@ -258,7 +264,7 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
 
     for _ in range(2):
         assert await seats.go_back(1, saved) == 1
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.trained, row.typed_drops) == (1, 4, 0)
     assert row.host_lost == 4 + 2, "of step 2, which is covered, and of what was dropped"
     terms = await account(bench)
@@ -279,13 +285,13 @@ async def test_behind_what_a_checkpoint_covers_all_that_ended_is_lost_and_its_pr
         if e.kind == "opened"
         for group, prompt in zip(e.fields["groups"], e.fields["prompts"], strict=True)
     }
-    waiting = await bench.state.command("LRANGE", "{job}:requeue", 0, -1)
+    waiting = await bench.state.run_command("LRANGE", "{job}:requeue", 0, -1)
     assert waiting == [f"{prompt}:0" for prompt in sorted(given[group] for group in gone)]
     for step in (2, 3):
         await seats.train(step, lineage=1)
     terms = await account(bench)
     assert (terms["trained"], terms["lost"], terms["trained_twice"]) == (12, 0, 0)
-    inside = await groups.in_flight(bench.state, JOB)
+    inside = await groups.count_in_flight(bench.state, JOB)
     assert inside.capacity >= 0, "what was lost is admitted again"
 
 
@@ -295,10 +301,10 @@ async def test_behind_what_redis_was_restored_from_nothing_is_lost_either(bench:
     for step in (1, 2):
         await seats.fill()
         taken = await seats.leased(step)
-        saved[step] = await steps.checkpoint_state(bench.state, JOB, taken)
+        saved[step] = await steps.read_checkpoint_state(bench.state, JOB, taken)
         saved[step] |= {"manifest": f"m0.{step}", "checkpoint": f"c{step}"}
         await seats.commit(step, taken, covered=step)
-    await bench.state.command("FLUSHALL")
+    await bench.state.run_command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved[2])
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
     await seats.fill()
@@ -318,18 +324,18 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
     await seats.step(1)
     await seats.requeue(5, "host_lost", "op")
     taken = await seats.leased(2)
-    saved = await steps.checkpoint_state(bench.state, JOB, taken)
+    saved = await steps.read_checkpoint_state(bench.state, JOB, taken)
     assert (saved["version"], saved["steps_done"], saved["lineage"]) == (2, 2, 0)
     assert saved["requeue"] == [5, 4] and saved["in_flight"] == 2
     assert saved["counts"]["trained"] == 8
     saved |= {"manifest": "m0.2", "checkpoint": "c2"}
     await seats.commit(2, taken)
 
-    await bench.state.command("FLUSHALL")
+    await bench.state.run_command("FLUSHALL")
     for _ in range(2):
         await steps.restore_job(bench.state, JOB, document(groups_per_step=2), "/runs", saved)
     seats = Seats(bench.state, await bench.seat(SHARD), await bench.seat(TRAINER))
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.lineage, row.version, row.manifest, row.phase) == (1, 2, "m0.2", "training")
     assert (row.opened, row.trained, row.host_lost) == (12, 8, 4)
     assert (await account(bench))["lost"] == 0
@@ -347,7 +353,7 @@ async def test_a_job_goes_on_from_its_checkpoint_when_redis_lost_everything(benc
 
 async def test_tokens_rise_even_when_redis_lost_everything(simulated: Bench) -> None:
     before = await simulated.seat(SHARD)
-    await simulated.state.command("FLUSHALL")
+    await simulated.state.run_command("FLUSHALL")
     await simulated.pass_ms(1000)
     assert await simulated.seat(SHARD) > before
 
@@ -358,7 +364,7 @@ async def judged(
     return await jobs.record_evaluation(
         bench.state,
         JOB,
-        jobs.RecordedResult(f"step-{step}", lineage, step, {"x": value}, value),
+        jobs.EvaluationRecord(f"step-{step}", lineage, step, {"x": value}, value),
         EVALUATOR,
         token,
     )
@@ -370,7 +376,7 @@ async def test_the_highest_value_makes_the_current_version_the_best_one(bench: B
     for version, value in ((0, 0.25), (1, 0.5), (2, 0.5), (3, 0.125)):
         await trained_to(bench, seats, version)
         assert await judged(bench, token, version, value)
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (3, 1, "m0.1")
     told = [e.fields for e in await events.read_all(bench.state) if e.kind == "evaluation"]
     assert [e["value"] for e in told] == [0.25, 0.5, 0.5, 0.125]
@@ -389,7 +395,7 @@ async def test_a_value_of_a_version_that_is_no_longer_current_judges_nothing(
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 1)
     assert await judged(bench, token, 0, 0.9)
-    assert (await jobs.job(bench.state, JOB)).best_version == -1
+    assert (await jobs.read_job(bench.state, JOB)).best_version == -1
     assert not await judged(bench, token, 0, 0.9), "one result per tag"
 
 
@@ -397,7 +403,7 @@ async def test_an_evaluation_without_the_figure_judges_nothing(bench: Bench) -> 
     await bench.training_job()
     token = await bench.seat(EVALUATOR)
     assert await judged(bench, token, 0, None)
-    assert (await jobs.job(bench.state, JOB)).best_manifest == ""
+    assert (await jobs.read_job(bench.state, JOB)).best_manifest == ""
 
 
 async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(bench: Bench) -> None:
@@ -407,14 +413,14 @@ async def test_what_was_evaluated_above_a_new_lineages_beginning_is_forgotten(be
         await trained_to(bench, seats, version)
         assert await judged(bench, token, version, value)
     await seats.go_back(1)
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.version, row.best_version, row.best_manifest) == (1, -1, "")
-    assert [e["tag"] for e in await jobs.evaluations(bench.state, JOB)] == ["step-1"]
+    assert [e["tag"] for e in await jobs.read_evaluations(bench.state, JOB)] == ["step-1"]
 
     assert not await judged(bench, token, 2, 0.9, lineage=0), "of the abandoned version 2"
     await seats.commit(2, await seats.leased(2), lineage=1)
     assert await judged(bench, token, 2, 0.375, lineage=1)
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (2, "m1.2")
 
 
@@ -425,7 +431,7 @@ async def test_a_best_version_that_the_new_lineage_has_stays(bench: Bench) -> No
     await judged(bench, token, 1, 0.5)
     await trained_to(bench, seats, 2)
     await seats.go_back(1)
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.best_version, row.best_manifest) == (1, "m0.1")
 
 
@@ -433,13 +439,13 @@ async def test_a_phase_that_follows_from_an_abandoned_lineage_does_not_begin(ben
     seats = await bench.training_job(steps=2)
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 2)
-    assert (await jobs.job(bench.state, JOB)).phase == "evaluation"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "evaluation"
     await seats.go_back(1)
     finish = (bench.state, JOB, jobs.Phase.FINISHED, token, EVALUATOR)
     await jobs.set_phase(*finish, lineage=0)
-    assert (await jobs.job(bench.state, JOB)).phase == "training"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "training"
     await jobs.set_phase(*finish, lineage=1)
-    assert (await jobs.job(bench.state, JOB)).phase == "finished"
+    assert (await jobs.read_job(bench.state, JOB)).phase == "finished"
 
 
 async def test_a_job_that_is_restored_knows_its_best_and_its_first_version(bench: Bench) -> None:
@@ -447,11 +453,11 @@ async def test_a_job_that_is_restored_knows_its_best_and_its_first_version(bench
     token = await bench.seat(EVALUATOR)
     await trained_to(bench, seats, 1)
     await judged(bench, token, 1, 0.5)
-    held = await steps.checkpoint_state(bench.state, JOB)
-    await bench.state.command("FLUSHALL")
+    held = await steps.read_checkpoint_state(bench.state, JOB)
+    await bench.state.run_command("FLUSHALL")
     await steps.restore_job(bench.state, JOB, document(), "/run", held | {"manifest": "m0.1"})
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     assert (row.initial_manifest, row.best_version, row.best_manifest) == ("m0", 1, "m0.1")
     token = await bench.seat(EVALUATOR)
     assert await judged(bench, token, 1, 0.25, lineage=1)
-    assert (await jobs.job(bench.state, JOB)).best_version == 1
+    assert (await jobs.read_job(bench.state, JOB)).best_version == 1

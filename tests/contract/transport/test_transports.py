@@ -16,11 +16,11 @@ import pytest
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.messages import Frame
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.mesh.transport.base import Frames, Peer, Transport
-from meshrl.common.mesh.transport.pump import JOIN_BYTES
-from meshrl.common.mesh.transport.zmq import ZmqTransport
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
+from meshrl.common.mesh.transport.socket_pump import JOIN_BYTES
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.meshes import keys_of
 from tests.unit.common.mesh.runtime.talking import until
@@ -105,7 +105,7 @@ async def test_a_sender_is_known_by_its_role_where_there_are_any(
 
 @pytest.mark.parametrize("made", ["open", "curve"], indirect=True)  # memory: by virtual time alone
 async def test_messages_of_one_sender_come_in_order(made: Made) -> None:
-    server, client = made(hwm=5), made(hwm=5)
+    server, client = made(high_water_mark=5), made(high_water_mark=5)
     numbers = [number.to_bytes(4, "little") for number in range(2000)]
     for number in numbers:
         client.transport.send(server.transport.address, (number, b"b" * (50 + number[0] * 60)))
@@ -148,7 +148,7 @@ async def test_a_connection_that_was_forgotten_is_made_anew(made: Made) -> None:
     for round_ in range(3):
         client.transport.send(server.transport.address, (b"", b"x"))
         await until(lambda n=round_ + 1: len(server.heard) == n)  # type: ignore[misc]
-        client.transport.forget(server.transport.address)
+        client.transport.disconnect(server.transport.address)
     assert not client.lost
 
 
@@ -177,14 +177,14 @@ class Friend:
 
     async def asks(self, anew: bool = False) -> None:
         if anew:
-            self.transport.forget(self._address)
+            self.transport.disconnect(self._address)
         before = self._answers
         self.transport.send(self._address, (b"h", b"friend"))
         await until(lambda: self._answers > before, 30.0)
 
 
 def connected(transport: ZmqTransport) -> socket.socket:
-    host, port = endpoint_of(transport.address).removeprefix("tcp://").split(":")
+    host, port = parse_endpoint(transport.address).removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=scaled(20))
 
 
@@ -193,7 +193,7 @@ async def test_noise_is_shut_out_and_friends_are_served() -> None:
     friend, random = Friend(transport.address), Random(7)
     await friend.asks()
     for number in range(NOISY):
-        noise = random.token(200).encode() if number % 2 else os.urandom(400)
+        noise = random.hex_token(200).encode() if number % 2 else os.urandom(400)
         begun = (GREETING + HELLO, GREETING + noise, NULL + noise, noise, GREETING + b"\x06\xff")
         with connected(transport) as stranger:
             stranger.sendall(begun[number % len(begun)])
@@ -201,7 +201,7 @@ async def test_noise_is_shut_out_and_friends_are_served() -> None:
             await friend.asks(anew=number % 40 == 0)
     await friend.asks(anew=True)
     assert set(heard) == {b"friend"}
-    await until(lambda: transport.refused["handshake"] > NOISY / 4)
+    await until(lambda: transport.rejected_connections["handshake"] > NOISY / 4)
     await friend.transport.close()
     await transport.close()
 
@@ -243,7 +243,7 @@ async def test_connections_that_come_and_go_leave_nothing() -> None:
 PROGRAM = """
 import asyncio, time
 from meshrl.common.mesh.transport.keys import ProcessKeys
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 async def main():
     anybody = lambda keys: [("rollout@here",) for _ in keys]
     transport = ZmqTransport(keys=ProcessKeys(anybody, time.monotonic))
@@ -268,5 +268,5 @@ async def test_a_handshake_is_answered_while_the_loop_stands_still(standing_stil
     client = ZmqTransport(keys=keys_of("rollout"))
     client.start(lambda *_: None, lambda *_: None, lambda *_: None)
     client.send(standing_still, (b"h", b"x"))
-    await until(lambda: client._links[standing_still]._reached)
+    await until(lambda: client._connections[standing_still]._was_reached)
     await client.close()

@@ -13,15 +13,15 @@ from typing import Any
 import psutil
 import pytest
 
-from meshrl.commands.status import diagnosed
-from meshrl.common.base.files import lines
+from meshrl.commands.status import diagnose_run_stalls
+from meshrl.common.base.files import json_lines
 from meshrl.common.job.bundle import bundle_files
-from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.process.supervision.exit_reports import read_last_exits
 from meshrl.common.state import events, jobs
-from meshrl.job import bundle, jobfile
+from meshrl.job import bundle, job_reader
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.view.history import samples
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.view.history import sample_files
 from tests.load import scaled
 from tests.mesh.jobs import digits
 from tests.mesh.running import JOB, Run
@@ -39,9 +39,9 @@ async def submitted(
     mesh: Launcher, name: str, changes: Changes, modules: dict[str, str] | None = None
 ) -> None:
     """Hands over the job of digits with other values, and other code in its modules."""
-    config, base = jobfile.load(JOB, [])
-    run_dir = mesh.place.root / name
-    _, packed = bundle.pack(config, base, run_dir)
+    config, base = job_reader.load_config(JOB, [])
+    run_dir = mesh.mesh_paths.root / name
+    _, packed = bundle.pack_bundle(config, base, run_dir)
     document = json.loads(json.dumps(packed))
     for section, values in changes.items():
         document[section] |= values
@@ -50,7 +50,7 @@ async def submitted(
         directory.chmod(0o755)
         (directory / file).unlink(missing_ok=True)
         (directory / file).write_text(code)
-    document["bundle"]["files"] = bundle_files.listed(Path(document["bundle"]["dir"]))
+    document["bundle"]["files"] = bundle_files.list_files(Path(document["bundle"]["dir"]))
     await jobs.submit(mesh.state, name, document, str(run_dir), uuid.uuid4().hex)
 
 
@@ -58,12 +58,12 @@ async def ends(mesh: Launcher, name: str, within_s: float) -> jobs.JobRow:
     within_s = scaled(within_s)
     until = time.monotonic() + within_s
     while time.monotonic() < until:
-        row = await jobs.job(mesh.state, name)
-        if row.ended:
+        row = await jobs.read_job(mesh.state, name)
+        if row.is_terminal:
             return row
         await asyncio.sleep(0.05)
     said = [(e.kind, e.fields) for e in (await events.read_all(mesh.state))[-20:]]
-    stalls = await asyncio.to_thread(diagnosed, mesh.place)
+    stalls = await asyncio.to_thread(diagnose_run_stalls, mesh.mesh_paths)
     raise AssertionError(f"{name} is {row.phase} after {within_s:g} s: {said} {stalls}")
 
 
@@ -101,7 +101,9 @@ CASES: dict[str, tuple[Changes, dict[str, str], list[str]]] = {
 
 def of_jobs(mesh: Launcher) -> set[str]:
     """The processes that run for one job alone."""
-    return {name for name in mesh.pids.values() if name.startswith(("rollout/", "sandbox/"))}
+    return {
+        name for name in mesh.process_names.values() if name.startswith(("rollout/", "sandbox/"))
+    }
 
 
 @pytest.mark.deep
@@ -126,7 +128,7 @@ async def test_a_job_that_cannot_run_says_why_and_the_next_one_runs(mesh: Launch
     told = [t for t in told if t["job"] != "unforeseen"]
     assert {t["job"] for t in told} == {"positions", "sglang", "environment"}
     assert all(t["final"] and t["error"]["type"] == "ConfigError" for t in told), json.dumps(told)
-    assert {end.job for end in await ended(mesh.state)} <= {*CASES, "unforeseen"}
+    assert {end.job for end in await read_last_exits(mesh.state)} <= {*CASES, "unforeseen"}
     async with asyncio.timeout(scaled(ENDS_S)):
         while of_jobs(mesh):
             await asyncio.sleep(0.1)
@@ -160,13 +162,13 @@ def test_rows_that_cannot_be_scored_are_dropped_by_type_and_the_others_train(
     assert mesh.audit()["lost"] == 0
     assert "reward raised at digits.py:" in mesh.said
     assert "reward timed out at digits.py:" in mesh.said
-    rows = list(lines.whole(mesh.directory / "metrics.jsonl"))
+    rows = list(json_lines.iterate_rows(mesh.directory / "metrics.jsonl"))
     assert summary["failed_share"] > 0 and any(row["failed_share"] for row in rows)
     documented = units("algorithms.md", "## Health of a step")
     assert {key for row in rows for key in row} <= documented.keys()
     kinds = {failure["kind"]: failure["count"] for failure in summary["failures"]}
     assert min(kinds["reward raised"], kinds["reward timed out"]) > 0
-    kept = samples.read(mesh.directory)
+    kept = sample_files.read_samples(mesh.directory)
     assert {sample["reward"] is None for sample in kept} == {True, False}
     assert all(sample["turns"][0]["role"] == "model" for sample in kept)
 

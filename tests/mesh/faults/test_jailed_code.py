@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from meshrl.common.records.ledger import Kind
+from meshrl.common.records.ledger import RecordKind
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
@@ -31,7 +31,7 @@ def test_sessions_of_a_mesh_survive_what_they_can_and_are_lost_by_type(
         sandbox__processes=2,
         budget__steps=8,
     )
-    mesh.until("tools have answered", lambda: mesh.in_ledger(Kind.TOOL), within_s=150.0)
+    mesh.until("tools have answered", lambda: mesh.in_ledger(RecordKind.TOOL), within_s=150.0)
     first, second = mesh.pid("sandbox/digits/0"), mesh.pid("sandbox/digits/1")
     for process in psutil.Process(first).children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # jails come and go

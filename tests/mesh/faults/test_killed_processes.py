@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from loadtests.history.checking import check
-from meshrl.common.api.transfer.bulk import GROUPS
-from meshrl.common.api.weights import Group
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding.blob import unpack
 from meshrl.common.records import ledger
-from meshrl.common.records.ledger import Kind, trajectory_id
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.launch.leftovers import belonging_to
-from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.records.ledger import RecordKind, make_trajectory_id
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.launch.leftover_processes import find_leftovers
+from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,24 +29,24 @@ pytestmark = pytest.mark.timeout(300)
 
 def written(directory: Path) -> dict[int, Trajectory]:
     """Trajectories of a ledger, as a new shard would take them up."""
-    restored = Restored()
-    for record in ledger.read(directory):
-        restored.apply(record, lambda group, member: 0)
+    restored = RestoredGroups()
+    for record in ledger.iter_records(directory):
+        restored.apply_record(record, lambda group, member: 0)
     return restored.trajectories
 
 
 def trained(run: Run) -> dict[int, np.ndarray]:
     """Trajectory -> tokens, of all groups that a step took, from the bytes that it was given."""
     digests = {fields["group"]: fields["digest"] for fields in run.events("ready")}
-    groups = ChunkStore(run.directory / "store").space(GROUPS)
+    groups = ChunkStore(run.directory / "store").open_space(GROUPS)
     taken = [row["group"] for fields in run.events("step") for row in fields["groups"]]
     found: dict[int, np.ndarray] = {}
     for number in taken:
         digest = digests[number]
-        content = unpack(Group, groups.read(digest))
+        content = unpack(TrajectoryGroup, groups.read(digest))
         ends = np.cumsum(content.lengths)
         for member, tokens in enumerate(np.split(content.tokens, ends[:-1])):
-            found[trajectory_id(number, member)] = tokens
+            found[make_trajectory_id(number, member)] = tokens
     return found
 
 
@@ -67,7 +67,7 @@ def test_a_new_shard_continues_each_trajectory_after_its_last_written_token(
     mesh = run(budget__steps=2, rollout__max_tokens=500, rollout__stop="[]", rollout__pace=pace)
 
     def many_tokens() -> bool:
-        return mesh.in_ledger(Kind.TOKENS) >= 8
+        return mesh.in_ledger(RecordKind.TOKENS) >= 8
 
     mesh.until("tokens in the ledger", many_tokens)
     shard = mesh.pid("rollout/digits/0")
@@ -101,7 +101,7 @@ def test_a_role_process_that_is_killed_while_it_loads_is_started_again(
 
         def loading() -> int:
             """A trainer's process as the machine shows it: the mesh would tell a second later."""
-            fresh = set(belonging_to(mesh.directory / "mesh/settings.json")) - killed
+            fresh = set(find_leftovers(mesh.directory / "mesh/settings.json")) - killed
             return next(
                 (pid for pid in fresh if b"meshrl.services.trainer" in command_line(pid)), 0
             )

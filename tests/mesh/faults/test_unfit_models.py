@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshrl.common.state import jobs
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.job import bundle, jobfile
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.job import bundle, job_reader
 from tests.mesh.elastic import JOB_FILE, RANK_MAIN, ElasticMesh
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.group("elastic")]
@@ -40,18 +40,18 @@ async def test_a_job_whose_model_cannot_be_made_fails_with_the_reason() -> None:
 async def fails(
     elastic: ElasticMesh, job: str, ranks: int, change: dict[str, Any], why: str, device: str = ""
 ) -> None:
-    config, base = jobfile.load(JOB_FILE, [])
+    config, base = job_reader.load_config(JOB_FILE, [])
     run_dir = elastic.directory / job
-    _, packed = bundle.pack(config, base, run_dir)
+    _, packed = bundle.pack_bundle(config, base, run_dir)
     document = json.loads(json.dumps(packed))
     changed = document["model"]["config"] | change
     document["model"]["config"] = {k: v for k, v in changed.items() if v is not None}
     await jobs.submit(elastic.state, job, document, str(run_dir), job)
-    seat = Seat("g0", "g0.0", job, 1, core=True, ranks=ranks)
-    elastic.run(f"trainer/{job}", RANK_MAIN, seat.words(), device=device)
+    seat = Placement("g0", "g0.0", job, 1, core=True, ranks=ranks)
+    elastic.run(f"trainer/{job}", RANK_MAIN, seat.to_args(), device=device)
 
     async def failed() -> str:
-        row = await jobs.job(elastic.state, job)
+        row = await jobs.read_job(elastic.state, job)
         assert row is not None
         return row.error if row.phase == "failed" else ""
 

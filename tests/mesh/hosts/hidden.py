@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
-from meshrl.directory.places import MeshPlace
-from meshrl.launch import leftovers
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.hosts.hosting import HostShape
+from meshrl.launch.hosts.host_launcher import HostShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import END_S, JoinedHost, admit
 
@@ -25,15 +25,18 @@ from tests.mesh.hosts.joining import END_S, JoinedHost, admit
 class HiddenHost(JoinedHost):
     """One whose processes see an empty directory where the head's root is."""
 
-    left_out = (REDIS_ENV, NURSERY_ENV)  # a nursery of the head's would fork what sees its files
+    left_out = (
+        REDIS_ENV,
+        FORK_SERVER_ENV,
+    )  # a nursery of the head's would fork what sees its files
 
-    def __init__(self, place: MeshPlace, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
+    def __init__(self, place: MeshPaths, mesh: Launcher, workers: int, prefix: str = "h1w") -> None:
         super().__init__(place)
-        self._head = mesh.place
+        self._head = mesh.mesh_paths
         place.directory.mkdir(parents=True, mode=0o700)
         seen = self._redis / "redis.sock"
         url = mesh.settings.redis_url.replace(
-            str(mesh.place.redis.resolve() / "redis.sock"), str(seen)
+            str(mesh.mesh_paths.redis_directory.resolve() / "redis.sock"), str(seen)
         )
         assert str(seen) in url, url
         host = f"{place.root.name}-1"
@@ -51,7 +54,7 @@ class HiddenHost(JoinedHost):
         """What `meshrl join` runs, where the head's files are not."""
         self._redis.mkdir(exist_ok=True)
         steps = [
-            ["mount", "--bind", str(self._head.redis.resolve()), str(self._redis)],
+            ["mount", "--bind", str(self._head.redis_directory.resolve()), str(self._redis)],
             ["mount", "-t", "tmpfs", "none", str(self._head.root.resolve())],
             ["exec", *super().command],
         ]
@@ -63,7 +66,7 @@ class HiddenHost(JoinedHost):
         assert self.program is not None
         self.program.kill()  # first, for it starts others again
         self.program.wait(scaled(END_S))
-        while there := leftovers.belonging_to(self.place.settings.resolve()):
+        while there := leftover_processes.find_leftovers(self.place.settings.resolve()):
             for pid in there:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

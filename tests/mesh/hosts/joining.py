@@ -17,16 +17,16 @@ from typing import TypeVar
 
 from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
 from meshrl.common.state import jobs
-from meshrl.common.state.redis.client import asked_once, sync_client
-from meshrl.common.state.redis.keys import MESH
-from meshrl.directory.places import MeshPlace
-from meshrl.job import bundle, jobfile
+from meshrl.common.state.redis.client import open_sync_client, run_script_once
+from meshrl.common.state.redis.keys import MESH_PREFIX
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.job import bundle, job_reader
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.hosts.hosting import HostShape
+from meshrl.launch.hosts.host_launcher import HostShape
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 
-HOSTING = (sys.executable, "-m", "meshrl.launch.hosts.hosting")
+HOSTING = (sys.executable, "-m", "meshrl.launch.hosts.host_launcher")
 WITHIN_S = 90.0
 END_S = 60.0
 
@@ -38,7 +38,7 @@ class JoinedHost:
 
     left_out: tuple[str, ...] = (REDIS_ENV,)  # of the environment
 
-    def __init__(self, place: MeshPlace) -> None:
+    def __init__(self, place: MeshPaths) -> None:
         self.place = place
         self.program: subprocess.Popen[bytes] | None = None
 
@@ -54,7 +54,7 @@ class JoinedHost:
     def start(self) -> None:
         self.place.logs.mkdir(parents=True, exist_ok=True)
         environment = {k: v for k, v in os.environ.items() if k not in self.left_out}
-        with self.place.log("hosting").open("ab") as log:
+        with self.place.log_path("hosting").open("ab") as log:
             self.program = subprocess.Popen(
                 self.command,
                 env={**environment, "PYTHONPATH": str(ROOT)},
@@ -76,13 +76,13 @@ class JoinedHost:
 
 def admit(mesh: Launcher, host: str) -> None:
     """Let in the keys of a host, as the head does when one joins."""
-    with contextlib.closing(sync_client(mesh.settings.redis_url, scaled(WITHIN_S))) as client:
-        asked_once(client, "admit_host", [MESH], {"host": host})
+    with contextlib.closing(open_sync_client(mesh.settings.redis_url, scaled(WITHIN_S))) as client:
+        run_script_once(client, "admit_host", [MESH_PREFIX], {"host": host})
 
 
 def beside(mesh: Launcher, root: Path, prefix: str = "h1w") -> JoinedHost:
     """A host that shares the mesh's secret and reaches its Redis, with one worker."""
-    place = MeshPlace(root)
+    place = MeshPaths(root)
     place.directory.mkdir(parents=True, mode=0o700)
     settings = replace(mesh.settings, host=f"{root.name}-1", run_root=str(root))
     admit(mesh, settings.host)
@@ -106,7 +106,7 @@ async def until(
 
 async def submitted(mesh: Launcher, job: str, *words: str) -> None:
     """Hands over the job of digits."""
-    config, base = jobfile.load(JOB, [f"name={job}", *words])
-    run_dir = mesh.place.root / job
-    _, document = bundle.pack(config, base, run_dir)
+    config, base = job_reader.load_config(JOB, [f"name={job}", *words])
+    run_dir = mesh.mesh_paths.root / job
+    _, document = bundle.pack_bundle(config, base, run_dir)
     await jobs.submit(mesh.state, job, document, str(run_dir), uuid.uuid4().hex)

@@ -13,40 +13,40 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.common.base.host.settings import MeshSettings, redis_password
+from meshrl.common.base.host.settings import MeshSettings, derive_redis_password
 from meshrl.common.mesh.access import owner
 from meshrl.common.state import events, jobs
-from meshrl.common.state.hosts import rights
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace
-from meshrl.launch import leftovers
+from meshrl.common.state.hosts import acl
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.launch.redis.access import certificate
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.launch.redis.access import certificates
 from tests.mesh.hosts.joining import submitted, until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("redis-server")]
 HEAD = (MeshShape(workers=1, listen="tcp://127.0.0.1:*"),)
 # Where secrets are on purpose, for the mesh's user alone.
-KEPT = ("settings.json", owner.FILE, certificate.KEY, certificate.AUTHORITY_KEY)
+KEPT = ("settings.json", owner.OWNER_FILE, certificates.KEY_FILE, certificates.CA_KEY_FILE)
 
 
-def secrets_of(place: MeshPlace) -> list[str]:
+def secrets_of(place: MeshPaths) -> list[str]:
     """All secrets and passwords, and a part of each private key."""
     head = MeshSettings.from_file(place.settings).secret
-    master = owner.owner(place.directory).secret
-    found = [head, master, *(redis_password(head, role) for role in rights.ROLES)]
-    people = (owner.PERSON, "default", embedded.OWNER, embedded.USER)
-    found += [redis_password(master, user) for user in people]
-    for name in (certificate.KEY, certificate.AUTHORITY_KEY):
+    master = owner.read_owner(place.directory).secret
+    found = [head, master, *(derive_redis_password(head, role) for role in acl.ROLES)]
+    people = (owner.PERSON_ROLE, "default", embedded_server.OWNER_USER, embedded_server.MESH_USER)
+    found += [derive_redis_password(master, user) for user in people]
+    for name in (certificates.KEY_FILE, certificates.CA_KEY_FILE):
         found.append((place.directory / name).read_text().splitlines()[1])
     return found
 
 
-def shown(place: MeshPlace) -> Iterator[tuple[str, bytes]]:
+def shown(place: MeshPaths) -> Iterator[tuple[str, bytes]]:
     """What others may come to see: where, and what."""
-    for pid in leftovers.belonging_to(place.settings.resolve()):
+    for pid in leftover_processes.find_leftovers(place.settings.resolve()):
         process = psutil.Process(pid)
         yield f"the command line of {pid}", " ".join(process.cmdline()).encode()
         yield f"the environment of {pid}", str(process.environ()).encode()
@@ -62,20 +62,20 @@ async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
     await submitted(mesh, "digits", "budget.steps=2")
 
     async def ended() -> jobs.JobRow | None:
-        row = await jobs.job(mesh.state, "digits")
-        return row if row.ended else None
+        row = await jobs.read_job(mesh.state, "digits")
+        return row if row.is_terminal else None
 
     row = await until("the end of the job", ended)
     assert row.phase == "finished", row.error
-    line = ["status", "--json", "--mesh", str(mesh.place.root)]
+    line = ["status", "--json", "--mesh", str(mesh.mesh_paths.root)]
     status = await asyncio.to_thread(CliRunner().invoke, app, line)
     assert status.exit_code == 0 and json.loads(status.output)["jobs"], status.output
 
     told = await owned(mesh)
-    secrets = secrets_of(mesh.place)
+    secrets = secrets_of(mesh.mesh_paths)
     said = "".join(str(event) for event in await events.read_all(mesh.state))
     assert not [secret for secret in secrets if secret in said + status.output]
-    found = await asyncio.to_thread(lambda: list(shown(mesh.place)))
+    found = await asyncio.to_thread(lambda: list(shown(mesh.mesh_paths)))
     # planners, store, agent and worker at the least: those of the job may have ended by now
     assert len([where for where, _ in found if where.startswith("the command line")]) >= 5
     spilled = {where for where, text in found if any(one.encode() in text for one in secrets)}
@@ -85,14 +85,17 @@ async def test_a_job_runs_by_roles_that_are_denied_nothing_and_show_no_secret(
 
 async def owned(mesh: Launcher) -> list[str]:
     """What Redis has refused since its start: each user, and what it asked."""
-    master = owner.owner(mesh.place.directory).secret
+    master = owner.read_owner(mesh.mesh_paths.directory).secret
     scheme, _, bare = mesh.settings.redis_url.partition("://")
-    user = f"{embedded.OWNER}:{redis_password(master, embedded.OWNER)}"
+    user = (
+        f"{embedded_server.OWNER_USER}:{derive_redis_password(master, embedded_server.OWNER_USER)}"
+    )
     authority = f"?ssl_ca_certs={mesh.settings.authority}" if mesh.settings.authority else ""
-    state = await State.open(f"{scheme}://{user}@{bare}{authority}")
+    state = await StateClient.open(f"{scheme}://{user}@{bare}{authority}")
     try:
         rows = [
-            dict(zip(*[iter(row)] * 2, strict=True)) for row in await state.command("ACL", "LOG")
+            dict(zip(*[iter(row)] * 2, strict=True))
+            for row in await state.run_command("ACL", "LOG")
         ]
         return [f"{row['username']}: {row['object']} ({row['client-info']})" for row in rows]
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.launch.head.launcher import Launcher
 from tests.mesh.hosts.joining import beside, submitted, until
 
@@ -26,18 +26,18 @@ async def test_an_engine_elsewhere_gets_what_changed(mesh: Launcher, tmp_path: P
     async def applied() -> bool:
         for host in hosts:
             assert host.program is not None and host.program.poll() is None, host.said
-        for entry in await registry.entries(mesh.state):
+        for entry in await registry.list_entries(mesh.state):
             for what in ("deltas_applied", "deltas_refused"):
                 counted[what] = max(counted.get(what, 0), int(entry.stats.get(what, 0)))
-        row = await jobs.job(mesh.state, "digits")
-        assert not row.ended, f"{row.error}\n{counted}"
+        row = await jobs.read_job(mesh.state, "digits")
+        assert not row.is_terminal, f"{row.error}\n{counted}"
         return counted["deltas_applied"] > 1 and row.steps_done >= 3
 
     # Steps so small that most float32 numbers stay what they are.
     slow = ["optimizer.muon_lr=0", "optimizer.adamw_lr=1e-10", "optimizer.warmup_steps=0"]
 
     async def there() -> bool:
-        return sum(worker.alive for worker in await pool.workers(mesh.state)) == len(hosts)
+        return sum(worker.alive for worker in await pool.read_workers(mesh.state)) == len(hosts)
 
     try:
         await until("a worker of each host", there)

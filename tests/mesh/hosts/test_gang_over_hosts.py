@@ -10,9 +10,9 @@ import pytest
 
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.directory.places import MeshPlace
+from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
+from meshrl.launch.head.mesh_shape import MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
@@ -29,8 +29,8 @@ async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_
     mesh: Launcher, tmp_path: Path
 ) -> None:
     # Workers whose names come before those of the head's: rank 0 is one of them.
-    second = HiddenHost(MeshPlace(tmp_path / "second"), mesh, workers=1, prefix="a")
-    third = HiddenHost(MeshPlace(tmp_path / "third"), mesh, workers=1, prefix="b")
+    second = HiddenHost(MeshPaths(tmp_path / "second"), mesh, workers=1, prefix="a")
+    third = HiddenHost(MeshPaths(tmp_path / "third"), mesh, workers=1, prefix="b")
     hosts = second, third
     second.start()
     try:
@@ -44,11 +44,11 @@ async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_
         await submitted(mesh, "digits", *words)
 
         async def row() -> jobs.JobRow:
-            found = await jobs.job(mesh.state, "digits")
+            found = await jobs.read_job(mesh.state, "digits")
             assert found.phase != "failed", "\n".join([found.error, *(h.said for h in hosts)])
             return found
 
-        async def trained_by_both() -> tuple[registry.Entry, registry.Entry] | None:
+        async def trained_by_both() -> tuple[registry.RegistryEntry, registry.RegistryEntry] | None:
             core = await registry.lookup(mesh.state, "trainer/digits")
             rank = await registry.lookup(mesh.state, "rank/digits/1")
             there = core is not None and rank is not None and (await row()).steps_done
@@ -80,7 +80,7 @@ async def test_a_gang_over_two_hosts_loses_nothing_with_a_rank_or_with_the_host_
         await jobs.cancel(mesh.state, "digits", "enough")
 
         async def ended() -> jobs.JobRow | None:
-            return found if (found := await row()).ended else None
+            return found if (found := await row()).is_terminal else None
 
         end = await until("the end of the job", ended)
         assert end.phase == "stopped" and end.lineage == 0

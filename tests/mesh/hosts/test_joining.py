@@ -21,8 +21,8 @@ import pytest
 
 from meshrl import health
 from meshrl.common.base.host.settings import REDIS_ENV, MeshSettings
-from meshrl.directory.places import MeshPlace, read_if_whole
-from meshrl.launch import leftovers
+from meshrl.directory.directory_paths import MeshPaths, read_json_or_empty
+from meshrl.launch import leftover_processes
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT
 
@@ -71,8 +71,8 @@ class Commands:
         assert staying.stdin is not None
         staying.stdin.write(given)
         staying.stdin.close()
-        launcher = MeshPlace(root).launcher
-        self.until(f"{root.name} is up", lambda: read_if_whole(launcher).get("ready"))
+        launcher = MeshPaths(root).launcher
+        self.until(f"{root.name} is up", lambda: read_json_or_empty(launcher).get("ready"))
         return staying
 
     def refused(self, *words: str) -> str:
@@ -106,7 +106,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         staying.kill()
         staying.wait()
     for name in ("third", "second", "head"):
-        place = MeshPlace(tmp_path / name)
+        place = MeshPaths(tmp_path / name)
         if place.settings.is_file():
             found.run("down", "--mesh", str(place.root))
 
@@ -121,7 +121,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     assert "meshrl join join.token" in told and token.read_text().strip() not in told
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
     own = MeshSettings.from_file(head / "mesh/settings.json")
-    assert own.joinable and own.host in own.redis_as("node")
+    assert own.joinable and own.host in own.make_redis_url("node")
 
     first = commands.stays(second, "join", str(token), "--health", of_second)
     told = (output := commands.directory / "second.out").read_text()
@@ -160,7 +160,7 @@ def test_hosts_join_compute_leave_and_are_expelled(commands: Commands) -> None:
     assert commands.hosts()[1]["workers"] == ["h1w0"]
 
     commands.said("leave", "--root", str(second))
-    assert not leftovers.belonging_to((second / "mesh/settings.json").resolve())
+    assert not leftover_processes.find_leftovers((second / "mesh/settings.json").resolve())
     assert not [p for p in (second / "mesh").iterdir() if p.suffix in (".json", ".pem")]
     assert [row["host"] for row in commands.hosts()] == [own.host]
 
@@ -185,7 +185,7 @@ def free_place() -> str:
 
 
 def ready(where: str) -> bool:
-    return health.asked(f"http://{where}/readyz") == (True, "ok")
+    return health.probe_url(f"http://{where}/readyz") == (True, "ok")
 
 
 def metrics(where: str) -> str:
@@ -194,4 +194,4 @@ def metrics(where: str) -> str:
 
 
 def running(root: Path) -> list[int]:
-    return leftovers.belonging_to((root / "mesh/settings.json").resolve())
+    return leftover_processes.find_leftovers((root / "mesh/settings.json").resolve())

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from meshrl.commands.logs import RemoteLogs
-from meshrl.common.records.checkpoints import all_checkpoints, verified
+from meshrl.common.records.checkpoints import list_manifest_paths, verify_checkpoint
 from meshrl.common.state import events, jobs, registry
-from meshrl.common.state.pool.store import store as pool
-from meshrl.directory.places import MeshPlace
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.directory.directory_paths import MeshPaths
 from meshrl.launch.head.launcher import Launcher
-from meshrl.view.history import samples
-from meshrl.view.trace import writing
+from meshrl.view.history import sample_files
+from meshrl.view.trace import trace_writer
 from tests.mesh.hosts.hidden import HiddenHost
 from tests.mesh.hosts.joining import submitted, until
 from tests.mesh.running import ROOT
@@ -28,14 +28,14 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("root")]
 async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
     mesh: Launcher, tmp_path: Path
 ) -> None:
-    host = HiddenHost(MeshPlace(tmp_path / "second"), mesh, workers=4)
+    host = HiddenHost(MeshPaths(tmp_path / "second"), mesh, workers=4)
     second = host.name
     host.start()
     try:
 
         async def there() -> bool:
             assert host.program is not None and host.program.poll() is None, host.said
-            return sum(w.alive for w in await pool.workers(mesh.state)) == 4
+            return sum(w.alive for w in await pool.read_workers(mesh.state)) == 4
 
         await until("the workers of the second host", there)
         few = ["budget.steps=3", "training.checkpoint_every=1", "sandbox.processes=2"]
@@ -47,27 +47,27 @@ async def test_everything_of_a_job_runs_where_no_file_of_the_head_is_seen(
         found: dict[str, int] = {}  # bytes of weights that were there already, by process
 
         async def ended() -> jobs.JobRow | None:
-            for entry in await registry.entries(mesh.state):
+            for entry in await registry.list_entries(mesh.state):
                 if entry.kind not in places or entry.host == second:
                     places[entry.kind] = entry.host
                 if entry.host == second:
                     got = int(entry.stats.get("chunks_found_bytes", 0))
                     found[entry.name] = max(got, found.get(entry.name, 0))
-            row = await jobs.job(mesh.state, "digits")
-            return row if row.ended else None
+            row = await jobs.read_job(mesh.state, "digits")
+            return row if row.is_terminal else None
 
         row = await until("the end of the job", ended, 150)
         assert row.phase == "finished", f"{row.error}\n{host.said}"
         kinds = {kind for kind, host in places.items() if host == second}
         assert kinds >= {"engine", "hybrid", "rollout", "sandbox", "scoring", "trainer"}, places
         assert any(found.values()), found
-        run_dir = mesh.place.root / "digits"
-        assert verified(all_checkpoints(run_dir)[-1])["step"] == 3
+        run_dir = mesh.mesh_paths.root / "digits"
+        assert verify_checkpoint(list_manifest_paths(run_dir)[-1])["step"] == 3
         await logs_are_read_from_the_head(mesh, host)
         told = await events.read_all(mesh.state)
         assert not [e.fields for e in told if e.kind in ("damaged", "lineage")]
-        assert samples.read(run_dir) and not samples.damaged(run_dir)
-        noted = writing.noted(run_dir)
+        assert sample_files.read_samples(run_dir) and not sample_files.list_corrupt(run_dir)
+        noted = trace_writer.read_notes(run_dir)
         assert noted.shards and {r["kind"] for r in noted.trainer} == {"step", "checkpoint"}
         assert noted.engines
     finally:
@@ -78,7 +78,7 @@ async def its_trainer_dies(mesh: Launcher) -> None:
     """After a commit: the next one goes on from a checkpoint that it fetches."""
 
     async def committed() -> bool:
-        return (await jobs.job(mesh.state, "digits")).version >= 1
+        return (await jobs.read_job(mesh.state, "digits")).version >= 1
 
     await until("a step", committed)
     trainer = await registry.lookup(mesh.state, "trainer/digits")
@@ -87,15 +87,15 @@ async def its_trainer_dies(mesh: Launcher) -> None:
 
 
 async def logs_are_read_from_the_head(mesh: Launcher, host: HiddenHost) -> None:
-    async with RemoteLogs.of(mesh.place) as remote:
-        found, silent = await remote.listed()
-    assert not silent and {(log.host, log.file.name) for log in found} >= {
+    async with RemoteLogs.connect(mesh.mesh_paths) as remote:
+        found, silent = await remote.list_logs()
+    assert not silent and {(log.host, log.log_file.name) for log in found} >= {
         (host.name, "worker-h1w0"),
         (host.name, "trainer-digits"),
     }
     [engine, *_] = [p for p in host.place.logs.glob("engine-*.log") if p.stat().st_size]
     program = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "meshrl", "logs", engine.stem, "--mesh", str(mesh.place.root)],
+        *[sys.executable, "-m", "meshrl", "logs", engine.stem, "--mesh", str(mesh.mesh_paths.root)],
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

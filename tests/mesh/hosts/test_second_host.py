@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 from meshrl.cli import app
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store import store as pool
-from meshrl.launch import leftovers
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.launch import leftover_processes
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
+from meshrl.launch.head.mesh_shape import MeshShape
 from tests.load import scaled
 from tests.mesh.hosts.joining import JoinedHost, beside, submitted, until
 
@@ -41,7 +41,7 @@ async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
     heard: list[Event] = []
 
     async def listen() -> None:
-        since = await events.last_id(mesh.state)
+        since = await events.read_last_id(mesh.state)
         while True:
             for event in await events.read_all(mesh.state, since):
                 heard.append(event)
@@ -56,7 +56,7 @@ async def hearing(mesh: Launcher) -> AsyncIterator[list[Event]]:
 
 async def said(mesh: Launcher, *words: str) -> Any:
     """What a command prints as JSON."""
-    line = [*words, "--json", "--mesh", str(mesh.place.root)]
+    line = [*words, "--json", "--mesh", str(mesh.mesh_paths.root)]
     found = await asyncio.to_thread(CliRunner().invoke, app, line)
     assert found.exit_code == 0, (line, found.output, found.exception)
     return json.loads(found.output)
@@ -78,8 +78,8 @@ async def test_a_second_host_computes_for_a_job_is_drained_and_leaves(
         if host.program is not None and host.program.poll() is None:
             host.program.kill()
             host.program.wait()
-    assert not leftovers.belonging_to(host.place.settings.resolve())
-    alive = {e.name for e in await registry.entries(mesh.state) if e.alive}
+    assert not leftover_processes.find_leftovers(host.place.settings.resolve())
+    alive = {e.name for e in await registry.list_entries(mesh.state) if e.alive}
     assert not alive & {f"node/{host.name}", "worker/h1w0"}
     assert {f"node/{mesh.settings.host}", "worker/w0"} <= alive
 
@@ -95,26 +95,26 @@ async def later(heard: list[Event], kind: str) -> list[dict[str, Any]]:
 async def computes(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
     async def worker() -> bool:
         assert host.program is not None and host.program.poll() is None, host.said
-        return any(w.host == host.name and w.alive for w in await pool.workers(mesh.state))
+        return any(w.host == host.name and w.alive for w in await pool.read_workers(mesh.state))
 
     await until("a worker of the second host", worker)
     await submitted(mesh, "digits", "budget.steps=100000", "rollout.weights=collective")
 
     async def computes_there() -> set[str]:
-        found = await registry.entries(mesh.state)
+        found = await registry.list_entries(mesh.state)
         return {e.kind for e in found if e.host == host.name} & {"engine", "trainer"}
 
     assert await until("a role process there", computes_there)
 
     async def two_steps() -> bool:
-        row = await jobs.job(mesh.state, "digits")
-        assert not row.ended, f"{row.error}\n{host.said}"
+        row = await jobs.read_job(mesh.state, "digits")
+        assert not row.is_terminal, f"{row.error}\n{host.said}"
         return row.steps_done >= 2
 
     await until("two steps", two_steps)
 
     async def broadcast() -> bool:
-        engines = await registry.entries(mesh.state, "engine")
+        engines = await registry.list_entries(mesh.state, "engine")
         ways = [e.stats.get("weights_way") for e in engines if e.host == host.name]
         return any(
             way["way"] == "collective" and way["verdict"].startswith("it took") and way["bytes"] > 0
@@ -146,7 +146,7 @@ async def within(reading: Awaitable[T]) -> T:
 
 
 async def vanishes_and_comes_back(mesh: Launcher, host: JoinedHost, heard: list[Event]) -> None:
-    note = host.place.log("note")
+    note = host.place.log_path("note")
     note.write_text("before\n")
     async with following(mesh, "note") as follows:
         await is_followed(mesh, host, heard, follows)
@@ -157,7 +157,7 @@ async def following(mesh: Launcher, name: str) -> AsyncIterator[asyncio.subproce
     """`meshrl logs -f`, which waits for a host for as long as these tests do, and hears Ctrl-C also
     where tests run in the background of a shell.
     """
-    line = ["logs", "-f", name, "--mesh", str(mesh.place.root)]
+    line = ["logs", "-f", name, "--mesh", str(mesh.mesh_paths.root)]
     heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     imported = "from meshrl import __main__; from meshrl.commands import logs"
     patient = f"{heard}; {imported}; logs.SILENT_S = {scaled(SILENT_S)}; __main__.main()"
@@ -176,10 +176,13 @@ async def is_followed(
     mesh: Launcher, host: JoinedHost, heard: list[Event], follows: asyncio.subprocess.Process
 ) -> None:
     assert host.program is not None
-    note = host.place.log("note")
+    note = host.place.log_path("note")
     assert follows.stdout is not None and follows.stderr is not None
     assert await within(follows.stdout.readline()) == b"before\n"
-    for pid in [host.program.pid, *leftovers.belonging_to(host.place.settings.resolve())]:
+    for pid in [
+        host.program.pid,
+        *leftover_processes.find_leftovers(host.place.settings.resolve()),
+    ]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     host.program.wait()
@@ -192,11 +195,11 @@ async def is_followed(
     await until("its return", lambda: later(heard, "host_back"))
 
     async def alive() -> bool:
-        return any(w.host == host.name and w.alive for w in await pool.workers(mesh.state))
+        return any(w.host == host.name and w.alive for w in await pool.read_workers(mesh.state))
 
     await until("its worker", alive)
-    row = await jobs.job(mesh.state, "digits")
-    assert not row.ended, "what was on it is all that was lost"
+    row = await jobs.read_job(mesh.state, "digits")
+    assert not row.is_terminal, "what was on it is all that was lost"
     with note.open("a") as file:
         file.write("after\n")
     assert await within(follows.stdout.readline()) == b"after\n", "it goes on where it was"

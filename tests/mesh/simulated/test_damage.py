@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from meshrl.common.api.weights import Manifest
-from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.digest import compute_file_digest
 from meshrl.common.base.encoding.blob import unpack
-from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.common.base.files.corruption import CORRUPTION_EVENT, QUARANTINE_DIRECTORY
 from meshrl.common.records import ledger
-from meshrl.common.records.checkpoints import STATE, manifest_of
+from meshrl.common.records.checkpoints import STATE_FOLDER, read_manifest
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.events import Event
-from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from meshrl.services.rollout.shard import RolloutShard
-from meshrl.services.rollout.trajectories.trajectory import Restored
-from meshrl.sim.mesh.job.job import JOB
-from meshrl.sim.mesh.world.world import Size, World
-from meshrl.sim.process import VirtualProcess
+from meshrl.services.rollout.trajectories.trajectory import RestoredGroups
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
+from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
+from meshrl.sim.virtual_process import VirtualProcess
 from tests.mesh.simulated.worlds import accounted, until_over, until_version, world_story
 
 STEPS = 9
@@ -37,27 +37,29 @@ def flip(path: Path) -> None:
 
 
 def state_of(checkpoint: Path) -> Path:
-    return max((checkpoint.with_suffix("") / STATE).iterdir(), key=lambda file: file.stat().st_size)
+    return max(
+        (checkpoint.with_suffix("") / STATE_FOLDER).iterdir(), key=lambda file: file.stat().st_size
+    )
 
 
 def chunks_of(checkpoint: Path) -> list[Path]:
     """The manifest of its weights in the store, and their chunks."""
     store = ChunkStore(checkpoint.parents[1] / "store")
-    manifest = manifest_of(checkpoint)["weights"]
+    manifest = read_manifest(checkpoint)["weights"]
     described = unpack(Manifest, store.read(manifest)).tensors
-    return [store.path(digest) for digest in {manifest, *(t.chunk for t in described)}]
+    return [store.chunk_path(digest) for digest in {manifest, *(t.chunk for t in described)}]
 
 
-async def broken(world: World, break_it: Callable[[Path], None]) -> list[Event]:
+async def broken(world: VirtualMesh, break_it: Callable[[Path], None]) -> list[Event]:
     """The events of a run whose trainer dies after `break_it` was done to the manifest of its last
     checkpoint; of those of kinds that tell of damage.
     """
     row = await until_version(world, BROKEN_AT)
     break_it(world.root / f"checkpoints/{row.checkpoint}.json")
-    for name in ("weights", f"trainer/{JOB}"):  # the store remembers manifests
-        next(p for p in world.machine.alive if p.name == name).kill()
+    for name in ("weights", f"trainer/{JOB_NAME}"):  # the store remembers manifests
+        next(p for p in world.machine.live_processes if p.name == name).kill()
     await until_over(world)
-    state = world.around.meshes["weights"].state
+    state = world.process_context.meshes["weights"].state
     await accounted(state)
     return await events.read_all(state)
 
@@ -76,9 +78,9 @@ def flip_state(checkpoint: Path) -> None:
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize("break_it", [delete, flip_state])
-@world_story(Size(steps=STEPS))
+@world_story(VirtualMeshSize(steps=STEPS))
 async def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
-    world: World, break_it: Callable[[Path], None]
+    world: VirtualMesh, break_it: Callable[[Path], None]
 ) -> None:
     told = await broken(world, break_it)
     [back] = fields_of(told, "lineage")
@@ -91,9 +93,9 @@ async def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(
 
 
 @pytest.mark.deep
-@world_story(Size(steps=STEPS))
+@world_story(VirtualMeshSize(steps=STEPS))
 async def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(
-    world: World,
+    world: VirtualMesh,
 ) -> None:
     def break_it(checkpoint: Path) -> None:
         for path in chunks_of(checkpoint):
@@ -106,20 +108,20 @@ async def test_weights_that_the_store_lacks_are_made_again_from_the_checkpoint(
 
 
 @pytest.mark.rotating(2)
-@world_story(Size(steps=7), limit_s=1800.0)
+@world_story(VirtualMeshSize(steps=7), limit_s=1800.0)
 async def test_weights_that_an_engine_cannot_load_are_written_again_by_the_trainer(
-    world: World,
+    world: VirtualMesh,
 ) -> None:
     row = await until_version(world, 4)
-    path = ChunkStore(world.root / "store").path(row.manifest)
+    path = ChunkStore(world.root / "store").chunk_path(row.manifest)
     flip(path)
-    for process in world.machine.alive:
+    for process in world.machine.live_processes:
         if process.name == "weights" or process.kind == "engine":  # who has read it already
             process.kill()
-    while not path.exists() or digest_of_file(path) != path.name:
+    while not path.exists() or compute_file_digest(path) != path.name:
         await world.clock.sleep(0.1)
     await until_over(world)
-    told = await events.read_all(world.around.meshes["weights"].state)
+    told = await events.read_all(world.process_context.meshes["weights"].state)
     assert {one["what"] for one in fields_of(told, "damaged")} == {"weights"}
     assert (world.root / "store/quarantine").is_dir()
 
@@ -129,7 +131,7 @@ DAMAGED_AT_S = 60.0
 
 def damage_last_segment(root: Path) -> Path:
     (directory,) = {segment.parent for segment in root.rglob("*.ledger")}
-    segment = ledger.segments(directory)[-1]
+    segment = ledger.list_segments(directory)[-1]
     content = bytearray(segment.read_bytes())
     assert len(content) > len(ledger.HEADER)
     content[2] ^= 1
@@ -138,18 +140,18 @@ def damage_last_segment(root: Path) -> Path:
 
 
 @pytest.mark.deep
-@world_story(Size(steps=14))
+@world_story(VirtualMeshSize(steps=14))
 async def test_a_flipped_byte_in_a_header_costs_what_was_under_way_and_no_trajectory(
-    world: World,
+    world: VirtualMesh,
 ) -> None:
     await world.clock.sleep(DAMAGED_AT_S)
-    next(p for p in world.machine.alive if p.name == "rollout/simulated/0").kill()
+    next(p for p in world.machine.live_processes if p.name == "rollout/simulated/0").kill()
     segment = damage_last_segment(world.root)
     await until_over(world)
-    state = world.around.meshes["rollout/simulated/0"].state
-    (told,) = fields_of(await events.read_all(state), EVENT)
+    state = world.process_context.meshes["rollout/simulated/0"].state
+    (told,) = fields_of(await events.read_all(state), CORRUPTION_EVENT)
     assert told["path"] == str(segment) and "prompt" in told["then"]
-    assert QUARANTINE in told["aside"] and Path(told["aside"]) in world.root.rglob("*")
+    assert QUARANTINE_DIRECTORY in told["aside"] and Path(told["aside"]) in world.root.rglob("*")
     counted, _ = await accounted(state)
     assert counted["trained"] > 0
 
@@ -159,46 +161,48 @@ FULL_S = 60.0
 
 
 @pytest.mark.deep
-@world_story(Size(steps=14))
-async def test_trajectories_wait_for_room_and_none_is_lost(world: World) -> None:
+@world_story(VirtualMeshSize(steps=14))
+async def test_trajectories_wait_for_room_and_none_is_lost(world: VirtualMesh) -> None:
     clock = world.clock
     await clock.sleep(FULL_AT_S)
-    mesh = world.around.meshes["rollout/simulated/0"]
+    mesh = world.process_context.meshes["rollout/simulated/0"]
     shard = mesh._actor
-    assert isinstance(shard, RolloutShard) and shard.serving is not None
-    runner = shard.serving.runner
-    world.machine.disk.room = 0
+    assert isinstance(shard, RolloutShard) and shard.shard_job is not None
+    runner = shard.shard_job.runner
+    world.machine.disk.max_file_bytes = 0
     await clock.sleep(FULL_S / 2)
-    halfway = {t.id: t.tokens.tolist() for t in runner.active}
+    halfway = {t.id: t.tokens.tolist() for t in runner.active_trajectories}
     await clock.sleep(FULL_S / 2)
-    restored = Restored()
-    for record in ledger.read(runner.ledger.directory):
-        restored.apply(record, shard.serving.seed_of)
-    waiting = {t.id: t.tokens.tolist() for t in runner.active}
+    restored = RestoredGroups()
+    for record in ledger.iter_records(runner.ledger.directory):
+        restored.apply_record(record, shard.shard_job.compute_seed)
+    waiting = {t.id: t.tokens.tolist() for t in runner.active_trajectories}
     assert waiting and waiting == halfway, "nothing counts while it is full"
     written = {t.id: t.tokens.tolist() for t in restored.trajectories.values()}
-    for trajectory in runner.active:
+    for trajectory in runner.active_trajectories:
         if trajectory.length > trajectory.prompt_length:
             counts = waiting[trajectory.id]
             assert written[trajectory.id] == counts, "what counts is what is written"
     entry = await registry.lookup(mesh.state, "rollout/simulated/0")
     assert entry is not None
     assert "room for the ledger" in [wait["what"] for wait in entry.waits]
-    assert (await jobs.job(mesh.state, JOB)).version < 13
-    world.machine.disk.well()
+    assert (await jobs.read_job(mesh.state, JOB_NAME)).version < 13
+    world.machine.disk.clear_faults()
     await until_over(world)
     counted, _ = await accounted(mesh.state)
     assert counted["typed_drops"] == 0 and counted["trained"] + counted["filtered"] > 0
 
 
-@world_story(Size(steps=4))
-async def test_workers_are_adopted_by_what_the_registry_says(world: World, tmp_path: Path) -> None:
+@world_story(VirtualMeshSize(steps=4))
+async def test_workers_are_adopted_by_what_the_registry_says(
+    world: VirtualMesh, tmp_path: Path
+) -> None:
     await world.clock.sleep(10.0)
-    before = {p.name: p.pid for p in world.machine.alive}
+    before = {p.name: p.pid for p in world.machine.live_processes}
     (tmp_path / "mesh" / "node-one.json").unlink()
-    next(p for p in world.machine.alive if p.name == "node/one").kill()
+    next(p for p in world.machine.live_processes if p.name == "node/one").kill()
     await world.clock.sleep(30.0)
-    after = {p.name: p.pid for p in world.machine.alive}
+    after = {p.name: p.pid for p in world.machine.live_processes}
     assert after["node/one"] != before["node/one"]
     for worker in ("worker/w0", "worker/w1"):
         assert after[worker] == before[worker]
@@ -206,12 +210,14 @@ async def test_workers_are_adopted_by_what_the_registry_says(world: World, tmp_p
         assert len(started) == 1
 
 
-@world_story(Size(steps=4))
-async def test_a_worker_that_registers_too_late_makes_room(world: World, tmp_path: Path) -> None:
+@world_story(VirtualMeshSize(steps=4))
+async def test_a_worker_that_registers_too_late_makes_room(
+    world: VirtualMesh, tmp_path: Path
+) -> None:
     """Its agent took no note of it, and the next one could not find it."""
 
     def workers() -> list[VirtualProcess]:
-        return [p for p in world.machine.alive if p.name == "worker/w0"]
+        return [p for p in world.machine.live_processes if p.name == "worker/w0"]
 
     await world.clock.sleep(10.0)
     workers()[0].kill()
@@ -219,12 +225,12 @@ async def test_a_worker_that_registers_too_late_makes_room(world: World, tmp_pat
     (unnoted,) = workers()
     unnoted.stop()  # before it has registered
     (tmp_path / "mesh" / "node-one.json").unlink()
-    next(p for p in world.machine.alive if p.name == "node/one").kill()
+    next(p for p in world.machine.live_processes if p.name == "node/one").kill()
     while len(workers()) == 1:
         await world.clock.sleep(0.05)
     unnoted.resume()
     await world.clock.sleep(30.0)
-    assert unnoted.ended
+    assert unnoted.has_exited
     assert len(workers()) == 1
 
 
@@ -233,20 +239,22 @@ AGAIN = "again"
 
 
 @pytest.mark.rotating(2)
-@world_story(Size(steps=2))
-async def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(world: World) -> None:
+@world_story(VirtualMeshSize(steps=2))
+async def test_a_signal_at_each_start_fails_the_job_and_leaves_the_mesh_up(
+    world: VirtualMesh,
+) -> None:
     began = world.clock.monotonic()
     while world.phase != "failed" and world.clock.monotonic() - began < SEES_S:
-        for process in world.machine.alive:
+        for process in world.machine.live_processes:
             if process.kind == "engine":
-                process.end(-signal.SIGSEGV)
+                process.exit(-signal.SIGSEGV)
         await world.clock.sleep(0.3)
-    row = await jobs.job(world.state, JOB)
+    row = await jobs.read_job(world.state, JOB_NAME)
     assert row.phase == "failed", row.phase
     assert row.error.startswith("engine/") and "signal 11 (SIGSEGV)" in row.error
     told = [e for e in await events.read_all(world.state) if e.kind == "process_ended"]
     assert {e.fields["name"].split("/")[0] for e in told} == {"engine"}
-    there = {e.kind for e in await registry.entries(world.state) if e.alive}
+    there = {e.kind for e in await registry.list_entries(world.state) if e.alive}
     assert {"planner", "weights", "node", "worker"} <= there
-    await jobs.reopen(world.state, JOB, AGAIN)
+    await jobs.reopen(world.state, JOB_NAME, AGAIN)
     await until_over(world)

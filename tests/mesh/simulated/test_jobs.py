@@ -8,26 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.job.changing import changed
+from meshrl.common.job.change_rules import apply_changes
 from meshrl.common.state import events, jobs, registry
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.demand.measured import Measured, MeasuredWork, kind_of
-from meshrl.common.state.pool.demand.planned import PublishedStats, measured
-from meshrl.common.state.pool.store import store as pool
-from meshrl.sim.mesh.job.job import JOB
-from meshrl.sim.mesh.world.world import Size, World
-from meshrl.sim.process import VirtualProcess
-from meshrl.view.trace import writing
+from meshrl.common.state.pool.demand.measurements import (
+    MeasuredWork,
+    Measurements,
+    parse_accelerator_kind,
+)
+from meshrl.common.state.pool.demand.planned_jobs import ProcessStats, collect_measurements
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
+from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
+from meshrl.sim.virtual_process import VirtualProcess
+from meshrl.view.trace import trace_writer
 from tests.mesh.simulated.worlds import accounted, on_world, until_over, until_version, world_story
 from tests.traced import check, spans_of
 
 STEPS, WORKERS = 3, 4
 SOON_S = 60.0 + 10.0 * STEPS  # processes start, and steps are made, as without the other job
-HANGING = f"{JOB}-2"
+HANGING = f"{JOB_NAME}-2"
 CLOSING_S = 60.0  # for the processes of jobs that have ended
 
 
-def hang(world: World) -> None:
+def hang(world: VirtualMesh) -> None:
     """Environments of one job take what they are told, and answer nothing."""
     answering = world.machine.programs["meshrl.services.environment"]
 
@@ -40,19 +44,21 @@ def hang(world: World) -> None:
     world.machine.programs["meshrl.services.environment"] = environment
 
 
-def of_jobs(world: World) -> set[str]:
+def of_jobs(world: VirtualMesh) -> set[str]:
     kinds = ("rollout/", "environment-")
-    return {process.name for process in world.machine.alive if process.name.startswith(kinds)}
+    return {
+        process.name for process in world.machine.live_processes if process.name.startswith(kinds)
+    }
 
 
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(300)
-@world_story(Size(WORKERS, steps=STEPS, jobs=2))
-async def test_a_job_beside_one_that_hangs_is_not_delayed(world: World) -> None:
+@world_story(VirtualMeshSize(WORKERS, steps=STEPS, jobs=2))
+async def test_a_job_beside_one_that_hangs_is_not_delayed(world: VirtualMesh) -> None:
     hang(world)
     await until_over(world)
     assert world.clock.monotonic() <= SOON_S
-    row = await jobs.job(world.state, HANGING)
+    row = await jobs.read_job(world.state, HANGING)
     assert row.phase == jobs.Phase.BASELINE, "it hung all the while"
     await jobs.cancel(world.state, HANGING, "cancel")
     async with world.clock.timeout(CLOSING_S, "the end of the jobs' processes"):
@@ -67,20 +73,22 @@ FEW_STEPS = 3
 
 @pytest.mark.rotating(2)
 @pytest.mark.timeout(200)
-@world_story(Size(workers=2, steps=FEW_STEPS), seed=4)
-async def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(world: World) -> None:
+@world_story(VirtualMeshSize(workers=2, steps=FEW_STEPS), seed=4)
+async def test_a_cancelled_job_frees_its_workers_and_goes_on_where_it_was(
+    world: VirtualMesh,
+) -> None:
     state, clock = world.state, world.clock
     await until_version(world, 1)
-    assert await jobs.cancel(state, JOB, "cancelled")
-    while await pool.gangs(state):
+    assert await jobs.cancel(state, JOB_NAME, "cancelled")
+    while await pool.read_gangs(state):
         await clock.sleep(1.0)
-    stopped = await jobs.job(state, JOB)
+    stopped = await jobs.read_job(state, JOB_NAME)
     await clock.sleep(10.0)
-    later = await jobs.job(state, JOB)
+    later = await jobs.read_job(state, JOB_NAME)
     assert (later.phase, later.version) == ("stopped", stopped.version), "nobody works on it"
-    await jobs.reopen(state, JOB, "reopened")
+    await jobs.reopen(state, JOB_NAME, "reopened")
     await until_over(world)
-    assert (await jobs.job(state, JOB)).steps_done == FEW_STEPS
+    assert (await jobs.read_job(state, JOB_NAME)).steps_done == FEW_STEPS
     counted, _ = await accounted(state)
     assert counted["host_lost"] == 0
 
@@ -89,27 +97,29 @@ CHANGED_STEPS, EVERY = 12, 3  # a checkpoint every third step
 
 
 @pytest.mark.deep
-@world_story(Size(steps=CHANGED_STEPS))
-async def test_steps_from_before_a_change_are_repeated_with_what_was_in_force(world: World) -> None:
-    while (row := await jobs.job(world.state, JOB)).version < 2 * EVERY - 1:
+@world_story(VirtualMeshSize(steps=CHANGED_STEPS))
+async def test_steps_from_before_a_change_are_repeated_with_what_was_in_force(
+    world: VirtualMesh,
+) -> None:
+    while (row := await jobs.read_job(world.state, JOB_NAME)).version < 2 * EVERY - 1:
         await world.clock.sleep(0.2)
     assert row.version % EVERY == EVERY - 1  # two steps stand in their records alone
     now = {"optimizer.final_lr": 0.9, "optimizer.warmup_steps": 0}
-    document = changed(row.document, now)
+    document = apply_changes(row.document, now)
     changes = {key: (row.document["optimizer"][key[10:]], now[key]) for key in now}
-    assert not await jobs.change(world.state, JOB, document, changes, "change")
-    killed = next(p for p in world.machine.alive if p.name.startswith("trainer/"))
+    assert not await jobs.change_document(world.state, JOB_NAME, document, changes, "change")
+    killed = next(p for p in world.machine.live_processes if p.name.startswith("trainer/"))
     killed.kill()
     await until_over(world)
-    row = await jobs.job(world.state, JOB)
+    row = await jobs.read_job(world.state, JOB_NAME)
     assert (row.version, row.lineage) == (CHANGED_STEPS, 0)
     assert row.document["optimizer"]["final_lr"] == 0.9
 
 
-@world_story(Size(workers=2, steps=0), limit_s=600.0)
-async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: World) -> None:
+@world_story(VirtualMeshSize(workers=2, steps=0), limit_s=600.0)
+async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: VirtualMesh) -> None:
     await until_over(world)
-    [row] = await jobs.evaluations(world.state, JOB)
+    [row] = await jobs.read_evaluations(world.state, JOB_NAME)
     assert row["tag"] == "before" and row["result"]["problems"] == 2
     kinds = {event.kind for event in await events.read_all(world.state)}
     assert not kinds & {"opened", "step"}
@@ -118,21 +128,25 @@ async def test_a_job_without_steps_is_evaluated_and_opens_no_group(world: World)
 MANY_STEPS, LATE = 40, 8
 
 
-async def published(world: World) -> Measured:
+async def published(world: VirtualMesh) -> Measurements:
     """What the leader would see now."""
-    kinds = {w.gang: kind_of(w.accelerator) for w in await pool.workers(world.state)}
-    entries = [e for e in await registry.entries(world.state) if e.alive]
-    about = [PublishedStats(e.name, e.kind, e.incarnation, e.stats) for e in entries]
-    return measured([p for p in about if p.stats.get("job") == JOB], kinds)
+    kinds = {
+        w.gang: parse_accelerator_kind(w.accelerator) for w in await pool.read_workers(world.state)
+    }
+    entries = [e for e in await registry.list_entries(world.state) if e.alive]
+    about = [ProcessStats(e.name, e.kind, e.incarnation, e.stats) for e in entries]
+    return collect_measurements([p for p in about if p.stats.get("job") == JOB_NAME], kinds)
 
 
 @pytest.mark.deep
-@world_story(Size(steps=MANY_STEPS))
-async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(world: World) -> None:
-    while (await jobs.job(world.state, JOB)).version < MANY_STEPS // 2:
+@world_story(VirtualMeshSize(steps=MANY_STEPS))
+async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(
+    world: VirtualMesh,
+) -> None:
+    while (await jobs.read_job(world.state, JOB_NAME)).version < MANY_STEPS // 2:
         await world.clock.sleep(0.2)
     await world.clock.sleep(7.0)  # all have renewed their leases since
-    row, found = await jobs.job(world.state, JOB), await published(world)
+    row, found = await jobs.read_job(world.state, JOB_NAME), await published(world)
     whole = sum(found.work.values(), MeasuredWork())
     by_kind = {name.partition("/")[0]: work for name, work in found.work.items()}
     assert set(by_kind) == {"rollout", "trainer"}
@@ -146,7 +160,7 @@ async def test_shards_core_and_engines_tell_their_parts_of_what_a_job_did(world:
     assert abs(whole.flight_s - whole.engine_s - whole.queue_s - whole.tool_s) < 0.01
     assert found.curves
     for curve in found.curves:
-        assert curve.kind and curve.step_s(4, 20) > 0 and curve.steps > 8
+        assert curve.kind and curve.predict_step_s(4, 20) > 0 and curve.steps > 8
     await until_over(world)
 
 
@@ -157,12 +171,12 @@ SHARED_STEPS = 12
 def run(root: Path, shards: int) -> tuple[dict[str, int], set[str], list[int]]:
     """The account, shards of trained groups, prompts of the groups that were opened."""
 
-    async def job(world: World) -> tuple[dict[str, int], list[Event]]:
+    async def job(world: VirtualMesh) -> tuple[dict[str, int], list[Event]]:
         await until_over(world)
         return await accounted(world.state)
 
     root.mkdir()
-    size = Size(workers=3, shards=shards, steps=SHARED_STEPS)
+    size = VirtualMeshSize(workers=3, shards=shards, steps=SHARED_STEPS)
     counted, told = on_world(root, size, job, seed=2)
     opened = [e.fields for e in told if e.kind == "opened"]
     shard_of = {group: fields["shard"] for fields in opened for group in fields["groups"]}
@@ -187,14 +201,14 @@ TRACED_STEPS = 6
 
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-@world_story(Size(workers=3, shards=2, steps=TRACED_STEPS), seed=2)
+@world_story(VirtualMeshSize(workers=3, shards=2, steps=TRACED_STEPS), seed=2)
 async def test_a_run_of_two_shards_is_traced_from_its_prompts_to_its_weights(
-    world: World, tmp_path: Path
+    world: VirtualMesh, tmp_path: Path
 ) -> None:
     await until_over(world)
     seen = await events.read_all(world.state)
     path = tmp_path / "trace.json"
-    assert writing.write(tmp_path, path, seen) > 100
+    assert trace_writer.write_trace(tmp_path, path, seen) > 100
     found = json.loads(path.read_text())["traceEvents"]
     check(found)
 

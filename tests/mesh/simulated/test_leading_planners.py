@@ -8,19 +8,32 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.calls.interface import Cast, Interface, Look
+from meshrl.common.api.calls.interface import Cast, ChangeHint, Interface
 from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.runtime.calls.actor import Actor, cast
 from meshrl.common.state import events, jobs
-from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Serve, Why
-from meshrl.common.state.pool.placing.snapshot import PoolRequest, Snapshot
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
+    Decision,
+    FormGang,
+    PlaceInstance,
+    Rationale,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest, PoolSnapshot
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers import rows
-from meshrl.common.state.pool.workers.rows import Doing, Gang, Report, Resident, Role
+from meshrl.common.state.pool.workers.rows import (
+    Gang,
+    Instance,
+    InstancePhase,
+    InstanceReport,
+    Role,
+)
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.planner import LEASE_MS, LOOK_S, Planner, changed
-from meshrl.sim.mesh.job.job import JOB
+from meshrl.services.planner.planner import LEASE_MS, POLL_S, Planner, find_changed_records
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 from tests.stories import story_on
 
@@ -32,7 +45,7 @@ Story = Callable[["Pool"], Any]
 class Worker(Interface):
     """What a worker hears of a planner."""
 
-    look = Cast(Look)
+    notify_change = Cast(ChangeHint)
 
 
 class Obedient(Actor):
@@ -44,19 +57,19 @@ class Obedient(Actor):
         self.mesh, self.hints, self.reads = mesh, 0, 0
         self._seen = asyncio.Event()
 
-    @cast(Worker.look)
-    def look(self, hint: Look) -> None:
+    @cast(Worker.notify_change)
+    def notify_change(self, hint: ChangeHint) -> None:
         self.hints += 1
         self._seen.set()
 
     async def work(self, id: str) -> None:
         state, revision = self.mesh.state, -1
         while True:
-            row = await pool.worker_row(state, id)
+            row = await pool.read_worker(state, id)
             if row is not None and row.gang and row.revision != revision:
                 revision = row.revision
                 self.reads += 1
-                gang = await pool.gang(state, row.gang)
+                gang = await pool.read_gang(state, row.gang)
                 for resident in gang.residents if gang is not None else ():
                     assert gang is not None
                     await self._ready(id, row, gang, resident)
@@ -65,13 +78,15 @@ class Obedient(Actor):
                     await self._seen.wait()
             self._seen.clear()
 
-    async def _ready(self, id: str, row: rows.WorkerRow, gang: Gang, resident: Resident) -> None:
+    async def _ready(self, id: str, row: rows.WorkerRow, gang: Gang, resident: Instance) -> None:
         rank = gang.workers.index(id)
         if rank not in resident.ranks:
             return
-        doing = Doing.READY
+        doing = InstancePhase.READY
         about = rank, resident.generation, resident.epoch, self.mesh.token, doing, resident.tier
-        await pool.report(self.mesh.state, id, gang.id, resident.id, Report(*about))
+        await pool.report_instance(
+            self.mesh.state, id, gang.id, resident.id, InstanceReport(*about)
+        )
 
 
 class Pool:
@@ -83,7 +98,9 @@ class Pool:
 
     async def start(self, workers: int = 3) -> None:
         await pool.write_settings(self.state, PoolSettings())
-        await jobs.submit(self.state, JOB, JobConfig().document(), str(self.world.root), "submit")
+        await jobs.submit(
+            self.state, JOB_NAME, JobConfig().to_document(), str(self.world.root), "submit"
+        )
         agent = self.world.process("node/here", "node")
         await agent.join(Actor(), dict)
         for n in range(workers):
@@ -102,14 +119,14 @@ class Pool:
     async def planner(self, n: int = 0) -> tuple[Bare, Planner]:
         process = self.world.process(f"planner/{n}", "planner")
         planner = Planner(process.mesh)
-        await process.join(planner, lambda: planner.stats().encoded())
+        await process.join(planner, lambda: planner.stats().encode())
         process.run(planner.serve())
         return process, planner
 
     async def roles(self) -> list[str]:
         for process in self.world.processes:
             process.check()
-        known = await pool.gangs(self.state)
+        known = await pool.read_gangs(self.state)
         return sorted(one.role for gang in known for one in gang.residents)
 
     async def kinds(self) -> list[str]:
@@ -129,8 +146,8 @@ async def test_a_job_gets_its_workers_and_each_reads_its_gang_when_it_is_told(me
     _, planner = await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
     assert await mesh.roles() == ["rollout", "rollout", "training"]
-    assert all(gang.settled for gang in await pool.gangs(mesh.state))
-    assert f"rollout/{JOB}/0" in await pool.services_of(mesh.state, "here")
+    assert all(gang.is_reconciled for gang in await pool.read_gangs(mesh.state))
+    assert f"rollout/{JOB_NAME}/0" in await pool.read_host_services(mesh.state, "here")
     assert all(actor.hints for actor in mesh.workers.values())
     assert planner.stats().leader and planner.stats().workers == 3
     before = await mesh.kinds()
@@ -145,8 +162,8 @@ async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -
     first, _ = await mesh.planner(0)
     await mesh.clock.sleep(GATHERED_S)
     _, following = await mesh.planner(1)
-    await pool.request(mesh.state, PoolRequest("put", "move", "w2", "idle", JOB))
-    await mesh.clock.sleep(4 * LOOK_S)
+    await pool.submit_request(mesh.state, PoolRequest("put", "move", "w2", "idle", JOB_NAME))
+    await mesh.clock.sleep(4 * POLL_S)
     assert len(await mesh.roles()) == 2
     first.stop()
     await mesh.clock.sleep(2 * LEASE_MS / 1000 + 30.0)
@@ -154,7 +171,7 @@ async def test_whoever_leads_next_goes_on_with_what_was_remembered(mesh: Pool) -
     assert len(await mesh.roles()) == 2  # w2 is still put aside, as a person asked
     first.process.resume()
     await mesh.clock.sleep(10.0)
-    assert first.process.ended and following.stats().leader
+    assert first.process.has_exited and following.stats().leader
     assert (await mesh.kinds()).count("leader") == 2
 
 
@@ -163,13 +180,13 @@ async def test_workers_that_only_seem_to_be_gone_after_an_outage_are_not_lost(me
     await mesh.start()
     await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
-    before = await pool.gangs(mesh.state)
-    mesh.world.redis.away = True
+    before = await pool.read_gangs(mesh.state)
+    mesh.world.redis.is_unreachable = True
     await mesh.clock.sleep(60.0)
-    mesh.world.redis.away = False
+    mesh.world.redis.is_unreachable = False
     await mesh.clock.sleep(30.0)
     assert "lost" not in await mesh.kinds()
-    assert [g.id for g in await pool.gangs(mesh.state)] == [g.id for g in before]
+    assert [g.id for g in await pool.read_gangs(mesh.state)] == [g.id for g in before]
 
 
 @story_on(tell, "tmp_path")
@@ -178,7 +195,7 @@ async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh
     await mesh.planner()
     await mesh.clock.sleep(GATHERED_S)
     engine = next(
-        gang for gang in await pool.gangs(mesh.state) if gang.residents[0].role == Role.ROLLOUT
+        gang for gang in await pool.read_gangs(mesh.state) if gang.residents[0].role == Role.ROLLOUT
     )
     [gone] = engine.workers
     next(p for p in mesh.world.processes if p.name == f"worker/{gone}").process.kill()
@@ -188,14 +205,17 @@ async def test_a_worker_that_is_gone_is_lost_and_its_job_goes_on_without_it(mesh
 
 
 def test_changes_are_told_to_the_workers_and_hosts_that_they_concern() -> None:
-    why = Why("default")
-    known = Gang("g0", ("w0", "w1"), 1, (Resident("g0.0", JOB, Role.ROLLOUT),))
-    resident = Resident("g1.0", JOB, Role.ROLLOUT)
+    why = Rationale("default")
+    known = Gang("g0", ("w0", "w1"), 1, (Instance("g0.0", JOB_NAME, Role.ROLLOUT),))
+    resident = Instance("g1.0", JOB_NAME, Role.ROLLOUT)
     decided: list[Decision] = [
-        Form("g1", ("w2",), why),
-        Place("g1", resident, why),
-        Remove("g0", "g0.0", why),
-        Serve("here", (), why),
+        FormGang("g1", ("w2",), why),
+        PlaceInstance("g1", resident, why),
+        RemoveInstance("g0", "g0.0", why),
+        AssignServices("here", (), why),
     ]
-    assert changed(Snapshot(0, gangs=(known,)), decided) == (["w2", "w0", "w1"], ["here"])
-    assert changed(Snapshot(0), []) == ([], [])
+    assert find_changed_records(PoolSnapshot(0, gangs=(known,)), decided) == (
+        ["w2", "w0", "w1"],
+        ["here"],
+    )
+    assert find_changed_records(PoolSnapshot(0), []) == ([], [])

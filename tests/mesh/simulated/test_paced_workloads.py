@@ -6,35 +6,35 @@ from statistics import fmean
 
 import pytest
 
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import PacedWorkload
-from meshrl.sim.mesh.paced import run
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.emulated_run import run_workload
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 STEPS = 9  # three times as many as the gate lets in at a time
 TOKENS = 20  # of every turn
 PROMPT = 2  # tokens of it
 
 
-def job(**changes: object) -> PacedWorkload:
+def job(**changes: object) -> EmulatedWorkload:
     """Trajectories of one length: two workers, an engine and the core."""
     settings: dict[str, object] = {
         "workers": 2,
         "steps": STEPS,
         "groups_per_step": 2,
         "group_size": 4,
-        "median": Drift(TOKENS, TOKENS),
-        "sigma": Drift(0.0, 0.0),
+        "median": LinearDrift(TOKENS, TOKENS),
+        "sigma": LinearDrift(0.0, 0.0),
         "bin_tokens": 22,
         "decode": "100/64/100000",
         "training": "100000/10",
         "moves": False,
     }
-    return PacedWorkload(**(settings | changes))  # type: ignore[arg-type]
+    return EmulatedWorkload(**(settings | changes))  # type: ignore[arg-type]
 
 
-def step_s(workload: PacedWorkload) -> float:
+def step_s(workload: EmulatedWorkload) -> float:
     """Seconds of a step, in the mean over two times as many as the gate lets in."""
-    found = run(workload)
+    found = run_workload(workload)
     assert not found.failures and not found.moves
     assert len(found.steps_s) == STEPS - 1
     return fmean(found.steps_s[-6:])
@@ -63,20 +63,20 @@ def test_rollout_takes_its_tokens_a_step_each_beyond_the_plateau() -> None:
 @pytest.mark.deep
 def test_turns_and_tools_are_a_trajectory_s_own_time() -> None:
     """Two turns of 2 s, and tools of 4 s after each: 12 s for the three steps that are let in."""
-    workload = job(turns=2, tool_s=Drift(4.0, 4.0), bin_tokens=256)
+    workload = job(turns=2, tool_s=LinearDrift(4.0, 4.0), bin_tokens=256)
     assert step_s(workload) == pytest.approx(12.0 / 3, rel=0.1)
 
 
 @pytest.mark.deep
 def test_lengths_and_tools_drift_along_the_run() -> None:
-    workload = job(median=Drift(5, 40), tool_s=Drift(0.0, 6.0), bin_tokens=256)
-    found = run(workload)
+    workload = job(median=LinearDrift(5, 40), tool_s=LinearDrift(0.0, 6.0), bin_tokens=256)
+    found = run_workload(workload)
     assert not found.failures
     assert fmean(found.steps_s[-2:]) > 3 * fmean(found.steps_s[:2])
 
 
 @pytest.mark.rotating(2)
 def test_the_planner_moves_a_gang_where_training_takes_long() -> None:
-    found = run(job(workers=3, training="22/500", moves=True, steps=12))
+    found = run_workload(job(workers=3, training="22/500", moves=True, steps=12))
     assert [(move["from"], move["to"]) for move in found.moves] == [("rollout", "training")]
     assert found.moves[0]["at_s"] > 0

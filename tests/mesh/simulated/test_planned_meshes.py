@@ -18,13 +18,19 @@ from meshrl.common.job.config import (
 )
 from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.state import jobs
-from meshrl.common.state.pool.demand.measured import MeasuredWork, told
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers import names
-from meshrl.common.state.pool.workers.rows import Doing, Report, Resident, Tier, WorkerRow
+from meshrl.common.state.pool.demand.measurements import MeasuredWork, encode_work
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers import process_names
+from meshrl.common.state.pool.workers.rows import (
+    Instance,
+    InstancePhase,
+    InstanceReport,
+    Tier,
+    WorkerRow,
+)
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.planner import LOOK_S, Planner
-from meshrl.sim.mesh.job.job import JOB
+from meshrl.services.planner.planner import POLL_S, Planner
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
 from tests.mesh.simulated.worlds import Bare, BareWorld, on_bare_world
 from tests.stories import story_on
 
@@ -43,14 +49,14 @@ class PlannedMesh:
 
     async def start(self, config: JobConfig) -> None:
         state, root = self.world.state, str(self.world.root)
-        await jobs.submit(state, JOB, config.document(), root, "submit")
+        await jobs.submit(state, JOB_NAME, config.to_document(), root, "submit")
         process = self.world.process("planner/0", "planner")
         planner = Planner(process.mesh)
-        await process.join(planner, lambda: planner.stats().encoded())
+        await process.join(planner, lambda: planner.stats().encode())
         process.run(planner.serve())
 
     async def worker(self, id: str) -> Bare:
-        process = self.world.process(names.worker_process(id), "worker")
+        process = self.world.process(process_names.worker_name(id), "worker")
         await process.join(Actor(), dict)
         state, mesh = self.world.state, process.mesh
         await pool.join_worker(state, WorkerRow(id, HOST, "simulated", mesh.token))
@@ -58,13 +64,15 @@ class PlannedMesh:
         async def obey() -> None:
             while True:
                 await self.clock.sleep(1.0)
-                row = await pool.worker_row(state, id)
-                gang = await pool.gang(state, row.gang) if row is not None and row.gang else None
+                row = await pool.read_worker(state, id)
+                gang = (
+                    await pool.read_gang(state, row.gang) if row is not None and row.gang else None
+                )
                 for resident in gang.residents if gang is not None else ():
                     assert gang is not None
                     rank = gang.workers.index(id)
-                    if rank in resident.ranks and not resident.settled:
-                        await pool.report(
+                    if rank in resident.ranks and not resident.is_reconciled:
+                        await pool.report_instance(
                             state, id, gang.id, resident.id, done(resident, rank, mesh.token)
                         )
 
@@ -74,11 +82,11 @@ class PlannedMesh:
     async def member(self, kind: str, stats: Callable[[], dict[str, Any]]) -> Bare:
         """A process that the planner reads counters of."""
         process = self.world.process(f"{kind}/0", kind)
-        await process.join(Actor(), lambda: {"job": JOB, **stats()})
+        await process.join(Actor(), lambda: {"job": JOB_NAME, **stats()})
         return process
 
     async def job(self) -> jobs.JobRow:
-        row = await jobs.job(self.world.state, JOB)
+        row = await jobs.read_job(self.world.state, JOB_NAME)
         assert row is not None
         for process in self.world.processes:
             process.check()
@@ -86,18 +94,18 @@ class PlannedMesh:
 
     async def roles(self) -> list[str]:
         """What each worker is to do, by its number."""
-        found = dict.fromkeys((w.id for w in await pool.workers(self.world.state)), "idle")
-        for gang in await pool.gangs(self.world.state):
+        found = dict.fromkeys((w.id for w in await pool.read_workers(self.world.state)), "idle")
+        for gang in await pool.read_gangs(self.world.state):
             for resident in gang.residents:
                 for rank in resident.ranks:
                     found[gang.workers[rank]] = resident.role
         return list(found.values())
 
 
-def done(resident: Resident, rank: int, token: int) -> Report:
+def done(resident: Instance, rank: int, token: int) -> InstanceReport:
     """What a worker says that does what was wished."""
-    doing = Doing.GONE if resident.tier == Tier.ABSENT else Doing.READY
-    return Report(rank, resident.generation, resident.epoch, token, doing, resident.tier)
+    doing = InstancePhase.GONE if resident.tier == Tier.ABSENT else InstancePhase.READY
+    return InstanceReport(rank, resident.generation, resident.epoch, token, doing, resident.tier)
 
 
 def tell(root: Path, story: Story) -> None:
@@ -148,7 +156,7 @@ async def test_a_job_whose_only_engine_is_lost_goes_on_by_turns(mesh: PlannedMes
     last.stop()
     await mesh.clock.sleep(2 * LOST_S)
     assert (await mesh.job()).phase == "queued"
-    [gang] = [g for g in await pool.gangs(mesh.world.state) if "w0" in g.workers]
+    [gang] = [g for g in await pool.read_gangs(mesh.world.state) if "w0" in g.workers]
     assert sorted(r.role for r in gang.residents) == ["rollout", "training"]
     assert all(r.turns for r in gang.residents)
 
@@ -160,9 +168,9 @@ async def test_an_engine_that_loses_a_worker_is_formed_anew_with_another_one(
     config = JobConfig(rollout=RolloutConfig(tensor_parallel=[2], pace="18/32/6000"))
 
     async def engine(mesh: PlannedMesh) -> tuple[str, ...]:
-        [gang] = [gang for gang in await pool.gangs(mesh.world.state) if len(gang.workers) > 1]
+        [gang] = [gang for gang in await pool.read_gangs(mesh.world.state) if len(gang.workers) > 1]
         [resident] = gang.residents
-        assert (resident.role, resident.ranks, resident.settled) == ("rollout", (0, 1), True)
+        assert (resident.role, resident.ranks, resident.is_reconciled) == ("rollout", (0, 1), True)
         return gang.workers
 
     await mesh.start(config)
@@ -210,15 +218,15 @@ async def test_stage_times_are_looked_at_once_in_an_interval(mesh: PlannedMesh) 
     def rolled() -> dict[str, Any]:
         ended = now() * groups * size
         work = MeasuredWork(groups=now() * groups, trajectories=ended, sampled=20 * ended)
-        return {"work": told(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
+        return {"work": encode_work(work + MeasuredWork(engine_s=4 * now(), flight_s=4 * now()))}
 
     def trained() -> dict[str, Any]:
         steps = int(now())
-        return {"work": told(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
+        return {"work": encode_work(MeasuredWork(steps=steps, busy_s=steps, work_s=0.9 * steps))}
 
     await mesh.member("rollout", rolled)
     trainer = await mesh.member("trainer", trained)
-    lease = (JOB, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
+    lease = (JOB_NAME, jobs.Phase.TRAINING, trainer.mesh.token, trainer.mesh.name)
     await jobs.set_phase(mesh.world.state, *lease)
     await mesh.clock.sleep(2 * interval_s - 20.0)
     assert await mesh.roles() == ["training", "rollout", "rollout"]
@@ -233,5 +241,5 @@ async def test_all_workers_get_their_places_in_one_look(mesh: PlannedMesh) -> No
     await mesh.start(JobConfig())
     while not any(role != "idle" for role in await mesh.roles()):
         await mesh.clock.sleep(0.01)
-    await mesh.clock.sleep(LOOK_S / 2)
+    await mesh.clock.sleep(POLL_S / 2)
     assert await mesh.roles() == ["training", "rollout", "rollout", "rollout"]

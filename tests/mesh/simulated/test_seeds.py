@@ -15,12 +15,12 @@ import pytest
 
 from meshrl.common.base.errors import Fenced
 from meshrl.common.state import events, jobs, leader
-from meshrl.common.state.pool.placing.decisions import Dissolve, Why
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.pool.scheduling.decisions import DissolveGang, Rationale
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.sim.mesh import __main__ as command_line
-from meshrl.sim.mesh.job.job import JOB
-from meshrl.sim.mesh.running import MeshOutcome, MeshPlan, play
-from meshrl.sim.mesh.world.world import Size, World
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
+from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
+from meshrl.sim.mesh.seed_runner import MeshOutcome, MeshPlan, run_plan
 from tests.mesh.simulated.worlds import accounted, world_story
 
 FAULTS = "all"
@@ -39,8 +39,8 @@ PACE = 0.5  # several kinds of faults in each of them
 def test_nothing_is_lost_whatever_fails(seed: int) -> None:
     budget = 2 if 50 <= seed < SEEDS else 1
     plan = MeshPlan(seed, FAULTS, HOURS, pace=PACE, budget=budget)
-    outcome = play(plan)
-    assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
+    outcome = run_plan(plan)
+    assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
 
 
 @pytest.mark.rotating(2)
@@ -48,8 +48,8 @@ def test_nothing_is_lost_whatever_fails(seed: int) -> None:
 @pytest.mark.parametrize(("workers", "shards", "ranks"), [(4, 2, 1), (3, 1, 2)])
 def test_nothing_is_lost_in_larger_meshes(workers: int, shards: int, ranks: int) -> None:
     plan = MeshPlan(7, FAULTS, 30 / 3600, workers, shards, ranks)
-    outcome = play(plan)
-    assert not outcome.violations, f"{outcome.violations}; again: {plan.command}"
+    outcome = run_plan(plan)
+    assert not outcome.violations, f"{outcome.violations}; again: {plan.replay_command}"
 
 
 HOUR_S = 3600.0
@@ -61,27 +61,29 @@ STEPS = 10_000  # more than an hour has
 @pytest.mark.parametrize(
     "whole_s", [HOUR_S / 12, pytest.param(HOUR_S, marks=pytest.mark.deep)], ids=["minutes", "hour"]
 )
-@world_story(Size(workers=3, steps=STEPS))
+@world_story(VirtualMeshSize(workers=3, steps=STEPS))
 async def test_a_mesh_with_a_stopped_leader_loses_nothing(
-    world: World, record_property: Any, whole_s: float
+    world: VirtualMesh, record_property: Any, whole_s: float
 ) -> None:
     clock, state = world.clock, world.state
     await clock.sleep(whole_s / 2)
-    owner, token = await leader.leader(state, "planner")
+    owner, token = await leader.read_leader(state, "planner")
     name = owner.partition("#")[0]
-    before = await jobs.job(state, JOB)
-    next(p for p in world.machine.alive if p.name == name).stop()
+    before = await jobs.read_job(state, JOB_NAME)
+    next(p for p in world.machine.live_processes if p.name == name).stop()
     stopped = clock.monotonic()
-    while (await leader.leader(state, "planner"))[1] in (0, token):
+    while (await leader.read_leader(state, "planner"))[1] in (0, token):
         assert clock.monotonic() - stopped < 10 * LEASE_S, "no standby took over"
         await clock.sleep(0.1)
     record_property("takeover_s", clock.monotonic() - stopped)
     with pytest.raises(Fenced):
-        await pool.write(state, token, "late", [Dissolve("g0", Why("a late one"))], None)
+        await pool.write_decisions(
+            state, token, "late", [DissolveGang("g0", Rationale("a late one"))], None
+        )
     await clock.sleep(whole_s - clock.monotonic())
-    assert (await leader.leader(state, "planner"))[0] != owner
-    assert (await jobs.job(state, JOB)).version > before.version > 10
-    assert all(gang.settled for gang in await pool.gangs(state))
+    assert (await leader.read_leader(state, "planner"))[0] != owner
+    assert (await jobs.read_job(state, JOB_NAME)).version > before.version > 10
+    assert all(gang.is_reconciled for gang in await pool.read_gangs(state))
     counted, _ = await accounted(state)
     assert counted["typed_drops"] == 0 and counted["trained"] > 0
     moved = [e.fields for e in await events.read_all(state) if e.kind == "move"]
@@ -108,7 +110,7 @@ def digest_of(hash_seed: str, log: Path) -> str:
 @pytest.mark.rotating(2)
 def test_a_seed_gives_one_run_again() -> None:
     plan = MeshPlan(11, "all", 0.002)
-    assert play(plan).digest == play(plan).digest != play(replace(plan, seed=12)).digest
+    assert run_plan(plan).digest == run_plan(plan).digest != run_plan(replace(plan, seed=12)).digest
 
 
 @pytest.mark.deep
@@ -123,10 +125,13 @@ def test_a_seed_gives_one_run_in_every_process(tmp_path: Path) -> None:
 def test_a_run_that_fails_says_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     plan = MeshPlan(23, "kill,network", 0.25, workers=4, shards=2, ranks=2, pace=0.5, budget=4)
     assert (
-        command_line.told([MeshOutcome(plan, violations=["gate: group 4"]), MeshOutcome(plan)]) == 1
+        command_line.print_failures(
+            [MeshOutcome(plan, violations=["gate: group 4"]), MeshOutcome(plan)]
+        )
+        == 1
     )
     said = capsys.readouterr().err
     assert "gate: group 4" in said
     line = next(line for line in said.splitlines() if line.startswith("again: "))
     words = shlex.split(line.removeprefix("again: python -m meshrl.sim.mesh"))
-    assert command_line.plan_of(command_line.parser().parse_args(words)) == plan
+    assert command_line.parse_plan(command_line.build_parser().parse_args(words)) == plan

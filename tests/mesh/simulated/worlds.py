@@ -12,18 +12,18 @@ from meshrl.common.mesh.runtime.calls.actor import Actor
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import events, groups, jobs
 from meshrl.common.state.events import Event
-from meshrl.common.state.lifecycle.accounting import account
-from meshrl.common.state.redis.client import State
-from meshrl.sim.loop import VirtualLoop
-from meshrl.sim.machine import Machine, MachineClock
-from meshrl.sim.mesh.job.job import JOB
-from meshrl.sim.mesh.running import run_in
-from meshrl.sim.mesh.world.programs import Surroundings
-from meshrl.sim.mesh.world.redis import VirtualRedis, state_of
-from meshrl.sim.mesh.world.world import Size, World
-from meshrl.sim.network import MemoryNetwork
-from meshrl.sim.process import VirtualProcess
-from meshrl.sim.record import EventRecord
+from meshrl.common.state.job_lifecycle.trajectory_accounting import compute_account
+from meshrl.common.state.redis.client import StateClient
+from meshrl.sim.event_record import EventRecord
+from meshrl.sim.mesh.job.job_setup import JOB_NAME
+from meshrl.sim.mesh.runtime.programs import ProcessContext
+from meshrl.sim.mesh.runtime.virtual_mesh import VirtualMesh, VirtualMeshSize
+from meshrl.sim.mesh.runtime.virtual_redis import VirtualRedis, open_state
+from meshrl.sim.mesh.seed_runner import run_on_loop
+from meshrl.sim.virtual_loop import VirtualLoop
+from meshrl.sim.virtual_machine import MachineClock, VirtualMachine
+from meshrl.sim.virtual_network import MemoryNetwork
+from meshrl.sim.virtual_process import VirtualProcess
 from tests.stories import Story, story_on
 
 T = TypeVar("T")
@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 def on_world(
     root: Path,
-    size: Size,
-    story: Callable[[World], Coroutine[Any, Any, T]],
+    size: VirtualMeshSize,
+    story: Callable[[VirtualMesh], Coroutine[Any, Any, T]],
     *,
     seed: int = 1,
     limit_s: float = 14_400.0,
@@ -41,39 +41,41 @@ def on_world(
     after it.
     """
     loop = VirtualLoop()
-    loop.limit = limit_s
-    record = EventRecord(lambda: loop.now, root)
+    loop.limit_s = limit_s
+    record = EventRecord(lambda: loop.now_s, root)
 
     async def told() -> T:
-        world = World(loop, Random(seed), root, record, size)
+        world = VirtualMesh(loop, Random(seed), root, record, size)
         await world.start()
         answer = await story(world)
         await world.stop()
         assert not world.machine.failures, world.machine.failures
-        assert not world.machine.alive
+        assert not world.machine.live_processes
         return answer
 
-    return run_in(loop, record, told())
+    return run_on_loop(loop, record, told())
 
 
-async def until_over(world: World) -> None:
+async def until_over(world: VirtualMesh) -> None:
     """Returns when the job has ended."""
     while world.phase not in ("finished", "failed"):
         await world.clock.sleep(1.0)
     assert world.phase == "finished"
 
 
-async def until_version(world: World, version: int) -> jobs.JobRow:
+async def until_version(world: VirtualMesh, version: int) -> jobs.JobRow:
     """Returns the job's row when it has come so far."""
-    while (row := await jobs.job(world.state, JOB)).version < version:
+    while (row := await jobs.read_job(world.state, JOB_NAME)).version < version:
         await world.clock.sleep(0.5)
     return row
 
 
-async def accounted(state: State) -> tuple[dict[str, int], list[Event]]:
+async def accounted(state: StateClient) -> tuple[dict[str, int], list[Event]]:
     """The account of the job, of which nothing is lost or trained twice, and its events."""
-    told = [e for e in await events.read_all(state) if e.fields.get("job") == JOB]
-    counted = account(told, (await groups.in_flight(state, JOB)).samples, JOB)
+    told = [e for e in await events.read_all(state) if e.fields.get("job") == JOB_NAME]
+    counted = compute_account(
+        told, (await groups.count_in_flight(state, JOB_NAME)).samples, JOB_NAME
+    )
     assert counted["lost"] == counted["trained_twice"] == 0
     return counted, told
 
@@ -81,9 +83,11 @@ async def accounted(state: State) -> tuple[dict[str, int], list[Event]]:
 class Bare:
     """A process that does what a test says."""
 
-    def __init__(self, around: Surroundings, name: str, kind: str) -> None:
-        self.process = around.machine.spawn("bare", [], name, None, tied=False)
-        self.mesh: Mesh = self.process.context.copy().run(around.mesh, self.process, name, kind)
+    def __init__(self, around: ProcessContext, name: str, kind: str) -> None:
+        self.process = around.machine.spawn("bare", [], name, None, dies_with_parent=False)
+        self.mesh: Mesh = self.process.context.copy().run(
+            around.open_mesh, self.process, name, kind
+        )
         self.tasks: list[asyncio.Task[Any]] = []
 
     def run(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -116,14 +120,14 @@ class BareWorld:
     def __init__(self, loop: VirtualLoop, root: Path, record: EventRecord, seed: int = 3) -> None:
         random = Random(seed)
         self.root = root
-        self.machine = Machine(loop, random.child("machine"), record, root)
+        self.machine = VirtualMachine(loop, random.child("machine"), record, root)
         self.clock = self.machine.clock
         self.network = MemoryNetwork(self.clock, random.child("network"))
         self.redis = VirtualRedis(MachineClock(loop), random.child("redis"))
-        self.around = Surroundings(self.machine, self.network, self.redis, root)
+        self.around = ProcessContext(self.machine, self.network, self.redis, root)
         self.machine.programs = {"bare": _bare}
         self.processes: list[Bare] = []
-        self.state: State = state_of(
+        self.state: StateClient = open_state(
             self.redis, self.machine.spawn("bare", [], "test", None, False)
         )
 
@@ -140,15 +144,15 @@ async def _bare(process: VirtualProcess, argv: list[str]) -> None:
 def on_bare_world(root: Path, story: Callable[[BareWorld], Coroutine[Any, Any, T]]) -> T:
     """What a story makes of such a world."""
     loop = VirtualLoop()
-    loop.limit = 7200.0
-    record = EventRecord(lambda: loop.now, root)
+    loop.limit_s = 7200.0
+    record = EventRecord(lambda: loop.now_s, root)
 
     async def told() -> T:
         return await story(BareWorld(loop, root, record))
 
-    return run_in(loop, record, told())
+    return run_on_loop(loop, record, told())
 
 
-def world_story(size: Size, **options: Any) -> Callable[[Story], Callable[..., None]]:
+def world_story(size: VirtualMeshSize, **options: Any) -> Callable[[Story], Callable[..., None]]:
     """Make a test of a story of a mesh with a job; `options` are those of `on_world`."""
     return story_on(lambda root, story: on_world(root, size, story, **options), "tmp_path")

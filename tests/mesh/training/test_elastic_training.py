@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.base.errors import Refused
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 
@@ -76,7 +76,7 @@ async def come_and_go(training: Training) -> None:
     await training.release(5)
     await training.start_hybrid(third)  # joins while steps run
     leaving = elastic.worker.ref(f"hybrid/{second}")
-    await leaving.call(Resting.drain, "it is needed elsewhere")
+    await leaving.call(RoleControl.drain, "it is needed elsewhere")
     await training.caught_up()
     await training.hybrid_waits(third)
     await sleep_and_wake(training, [third], ("disk", "accelerator"))
@@ -93,18 +93,18 @@ async def sleep_and_wake(training: Training, hybrids: Sequence[str], tiers: Sequ
     names += [f"hybrid/{gang}" for gang in hybrids]
     files = str(elastic.directory / "kept")
     for epoch, tier in enumerate(tiers, 1):
-        wish = Settle(tier, epoch, False, "", files)
+        wish = SetTier(tier, epoch, False, "", files)
         asked = [settled(elastic, name, wish) for name in names]
         for name, held in zip(names, await asyncio.gather(*asked), strict=True):
-            assert (held.accelerator > 0) == (tier == "accelerator"), name
-            assert (held.disk > 0) == (tier == "disk" and not name.startswith("hybrid")), name
+            assert (held.accelerator_bytes > 0) == (tier == "accelerator"), name
+            assert (held.disk_bytes > 0) == (tier == "disk" and not name.startswith("hybrid")), name
 
 
-async def settled(elastic: ElasticMesh, name: str, wish: Settle) -> Settled:
+async def settled(elastic: ElasticMesh, name: str, wish: SetTier) -> TierUsage:
     """Asks again, as workers do: a rank may be asked to sleep before it was told where."""
     while True:
         with suppress(Refused):
-            return await elastic.worker.ref(name).call(Resting.settle, wish)
+            return await elastic.worker.ref(name).call(RoleControl.set_tier, wish)
         await asyncio.sleep(0.05)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from meshrl.common.base.files.sealed import read_sealed, sealed
+from meshrl.common.base.files.sealed_documents import encode_sealed, read_sealed
 from tests.mesh.running import Run, slow_pace
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def test_other_ranks_open_one_lineage_and_go_on_in_it(run: Callable[..., Run]) -
     held = read_sealed(checkpoint)
     assert (held["step"], held["account"]["ranks"]) == (EVERY, 1)
     held["account"]["ranks"] = 2
-    checkpoint.write_bytes(sealed(held))
+    checkpoint.write_bytes(encode_sealed(held))
     os.kill(trainer, signal.SIGKILL)
 
     trainer = trainer_stopped_at(mesh, EVERY + 1, lineage="1")  # one rank has made its step

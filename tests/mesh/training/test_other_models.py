@@ -18,11 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.network.decoder import Decoder
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.job.checks.machine.all_checks import READ_BYTES
+from meshrl.job.checks.host.all_checks import MAX_READ_BYTES
 from tests.load import scaled
 from tests.mesh.running import JOB, ROOT, Run
 
@@ -156,7 +156,7 @@ def test_a_job_whose_teacher_has_weights_that_are_no_numbers_fails_by_their_tens
     weights = other / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"][0] = torch.nan  # which no header tells before the start,
-    large = torch.zeros(READ_BYTES // 2, dtype=torch.bfloat16)  # in files that are large
+    large = torch.zeros(MAX_READ_BYTES // 2, dtype=torch.bfloat16)  # in files that are large
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = large
     save_file(tensors, weights)
     one = run(

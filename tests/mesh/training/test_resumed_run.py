@@ -19,12 +19,12 @@ import torch
 
 from loadtests.replay.runs import DEATHS, JOB, one_run
 from meshrl.common.api.weights import Manifest
-from meshrl.common.model.files.rows import load_model
-from meshrl.common.model.network.lora import is_adapter
+from meshrl.common.model.files.initial_parameters import load_model
+from meshrl.common.model.network.lora import is_adapter_tensor
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.common.weights.layout.manifest import read_whole
-from meshrl.directory.exporting import export
-from meshrl.launch import leftovers
+from meshrl.common.weights.layout.manifest import read_complete_manifest
+from meshrl.directory.model_export import export_model
+from meshrl.launch import leftover_processes
 from tests.load import scaled
 from tests.mesh.running import Run, slow_pace
 
@@ -97,8 +97,8 @@ def crash(mesh: Run) -> None:
 
 def end_mesh(settings: Path) -> None:
     """Ends what waits for an agent that will not come: workers give it a minute."""
-    asyncio.run(leftovers.end_all(settings, scaled(5.0)))
-    assert leftovers.belonging_to(settings) == []
+    asyncio.run(leftover_processes.kill_leftovers(settings, scaled(5.0)))
+    assert leftover_processes.find_leftovers(settings) == []
 
 
 ADAPTED_STEPS = 16
@@ -117,7 +117,7 @@ def kept(run: Run) -> list[Manifest]:
     """Of the versions that the store still has, in the order of steps."""
     chunks = ChunkStore(run.directory / "store")
     digests = [fields["manifest"] for fields in run.events("initial") + run.events("step")]
-    return [read_whole(chunks.read, digest) for digest in digests if chunks.has(digest)]
+    return [read_complete_manifest(chunks.read, digest) for digest in digests if chunks.has(digest)]
 
 
 @pytest.mark.deep
@@ -143,7 +143,7 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
     pid = one.pid("trainer/digits")
     os.kill(pid, signal.SIGKILL)
     one.pid("trainer/digits", other_than=pid)
-    assert export(one.directory, None, False, one.directory / "early") == 0
+    assert export_model(one.directory, None, False, one.directory / "early") == 0
     assert one.finish() == 0, one.said
 
     rows = [json.loads(line) for line in (one.directory / "metrics.jsonl").open()]
@@ -156,8 +156,8 @@ def test_adapters_are_trained_published_monitored_and_exported(run: Callable[...
 
 
 def base_stays_and_adapters_move(versions: list[Manifest]) -> None:
-    frozen = [{t.chunk for t in v.tensors if not is_adapter(t.name)} for v in versions]
-    moving = [{t.chunk for t in v.tensors if is_adapter(t.name)} for v in versions]
+    frozen = [{t.chunk for t in v.tensors if not is_adapter_tensor(t.name)} for v in versions]
+    moving = [{t.chunk for t in v.tensors if is_adapter_tensor(t.name)} for v in versions]
     assert len(versions) >= 2 and all(chunks == frozen[0] for chunks in frozen)
     assert not any(later & earlier for earlier, later in pairwise(moving))
     alone = [v.base.version for v in versions if v.base is not None]

@@ -14,9 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.calls.role import SetTier
 from meshrl.common.state import jobs
-from meshrl.common.state.pool.workers.rows import Apart
+from meshrl.common.state.pool.workers.rows import ExpertSplit
 from tests.load import scaled
 from tests.mesh.elastic import STEPS, ElasticMesh, Training
 from tests.mesh.training.test_elastic_training import settled
@@ -114,19 +114,19 @@ async def test_a_core_left_as_a_checkpoint_goes_on_as_ranks_that_divide_otherwis
     await paced(elastic, names, 2)
 
     async def leaves(name: str) -> None:
-        await settled(elastic, name, Settle("absent", 1, False, "", ""))
+        await settled(elastic, name, SetTier("absent", 1, False, "", ""))
         elastic.kill(name)
 
     async with asyncio.timeout(scaled(LEAVES_S)):
         await asyncio.gather(*map(leaves, names))
-    training.apart = Apart(2, 2, (1,))
+    training.apart = ExpertSplit(2, 2, (1,))
     await training.start_core()
     for rank in (1, 2):
         await training.start_rank(rank)
     await training.train(2)
     assert await training.done() == 4, "no step was made twice"
     await paced(elastic, names, 20)  # a bin has many tasks
-    row = await jobs.job(elastic.state, "changing")
+    row = await jobs.read_job(elastic.state, "changing")
     assert row.lineage == 1, "ranks that divide otherwise begin a lineage of their own"
 
 

@@ -5,17 +5,17 @@ Takes what meshrl.services.weights takes.
 
 from __future__ import annotations
 
-from meshrl.common.api.weights import STORE
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.services.weights.__main__ import serve
-from meshrl.services.weights.keeping.sweeping import SweepPace
+from meshrl.common.api.weights import STORE_NAME
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.services.weights.__main__ import run_store
+from meshrl.services.weights.retention.sweeper import SweepSettings
 
-AT_ONCE = SweepPace(sweep_s=0.05, grace_s=0.0)
+AT_ONCE = SweepSettings(interval_s=0.05, grace_s=0.0)
 
 
 async def main() -> None:
-    await serve(await Mesh.open(STORE, "weights", MeshSettings.from_env()), AT_ONCE)
+    await run_store(await Mesh.open(STORE_NAME, "weights", MeshSettings.from_env()), AT_ONCE)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_service(main)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.errors import NotFound
-from meshrl.common.records.durable_copy import DurableCopy, of_job
+from meshrl.common.records.durable_copy import DurableCopy, job_folder
 from meshrl.common.state import jobs
 from tests.mesh.weights.training import CORE, JOB, RANK, WHOLE_SHARE, TrainedWeather
 from tests.mesh.weights.weather import until, weather
@@ -113,7 +113,10 @@ async def test_with_a_durable_copy_it_goes_on_on_another_host(
 
     def copied() -> bool:
         with suppress(NotFound):
-            return bool(copy.read(f"{of_job(JOB)}/standing.json")["checkpoint"] == row.checkpoint)
+            return bool(
+                copy.read_document(f"{job_folder(JOB)}/standing.json")["checkpoint"]
+                == row.checkpoint
+            )
         return False
 
     await until(copied, "the checkpoint is in the copy", trained.within_s)

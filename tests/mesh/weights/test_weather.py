@@ -15,7 +15,7 @@ from loadtests.weights import models
 from loadtests.weights.contents import identity_of
 from loadtests.weights.scene import Member, OrderFailed
 from meshrl.common.state import jobs
-from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from tests.load import scaled
 from tests.mesh.weights.weather import ENDLESS, LOOK_S, MODEL, WHOLE, WITHIN_S, Weather, until
 
@@ -226,7 +226,7 @@ async def test_a_version_that_is_collected_as_it_is_pulled(made: Weather) -> Non
     await made.stands()
     gone = digests(store) - before
     await made.publish()
-    store.delete(store.written(gone))
+    store.delete_unchanged(store.read_write_times(gone))
     assert await made.serves(made.engine) == 0
     made.goes_on()
     await made.arrives(made.engine)
@@ -284,7 +284,7 @@ async def test_who_pulls_a_version_that_is_swept_hears_that_it_is_gone(made: Wea
     made.goes_on()
     refused = await receiving
     assert isinstance(refused, OrderFailed) and refused.code == "not_found", refused
-    row = await jobs.job(made.scene.state, "job")
+    row = await jobs.read_job(made.scene.state, "job")
     await receiver.ask("receive", digest=row.manifest)
     newest = models.drawn(MODEL, made.seeds[-1])
     assert await receiver.ask("identity") == identity_of(newest)

@@ -15,20 +15,20 @@ from typing import Any
 
 from loadtests.weights import contents, models
 from loadtests.weights.scene import Member, Scene
-from meshrl.common.api.transfer import bulk
+from meshrl.common.api.transfer import bulk_permissions
 from meshrl.common.base.encoding.blob import pack
-from meshrl.common.base.files.home import Home
+from meshrl.common.base.files.run_host import RunHost
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.state import groups, jobs, registry
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.common.state.server import home
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.server_state import run_host
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.weight_store import put
-from meshrl.directory.places import MeshPlace
-from meshrl.job import bundle, jobfile
-from meshrl.launch.head import from_copy
-from meshrl.services.weights.keeping.records import JOBS, record_in
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.weight_store_client import put_chunk
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.job import bundle, job_reader
+from meshrl.launch.head import durable_restore
+from meshrl.services.weights.retention.job_records import JOBS_FOLDER, read_record
 from tests.load import scaled
 from tests.mesh.elastic import GROUPS, JOB_FILE, MEMBERS, STEPS, WITHIN_S, group
 from tests.mesh.weights.weather import (
@@ -77,7 +77,7 @@ class TrainedWeather(Weather):
         self.ranks = ranks
         if url:
             self.scene.settings(0)
-            from_copy.keep(url, self.place)
+            durable_restore.configure_durable_copy(url, self.place)
         await self._open()
         await self._submit(settings)
         await self._begin()
@@ -88,8 +88,8 @@ class TrainedWeather(Weather):
         goes on from.
         """
         self.scene.settings(0)
-        from_copy.bring(url, self.place)
-        tell = from_copy.to_put_back(self.place)
+        durable_restore.fetch_runs(url, self.place)
+        tell = durable_restore.make_pending_restore(self.place)
         assert tell is not None
         await tell(self.scene.state)
         self._base = (await self.row()).version
@@ -97,28 +97,28 @@ class TrainedWeather(Weather):
         await self._begin()
 
     @property
-    def place(self) -> MeshPlace:
+    def place(self) -> MeshPaths:
         """That of the store's host."""
-        return MeshPlace(self.scene.root(0))
+        return MeshPaths(self.scene.root(0))
 
     async def _open(self) -> None:
         state = self.scene.state
         elsewhere = self.scene.directory / "nowhere"  # as if each host had a disk of its own
-        await home.tell(state, Home("h0", str(elsewhere), ""))
+        await run_host.write_run_host(state, RunHost("h0", str(elsewhere), ""))
         self.store, self.road = await self.on_a_road("weights", 0, "meshrl.services.weights")
         self.road.both_ways = True
         settings = MeshSettings.from_file(self.scene.settings(0))
         self._here = await Mesh.open("test", "trainer", settings)
         self._meshes.append(self._here)
         self._bulk = BulkClient(self._here)
-        entry = registry.Entry(OWNER, "rollout", incarnation=uuid.uuid4().hex)
+        entry = registry.RegistryEntry(OWNER, "rollout", incarnation=uuid.uuid4().hex)
         self._token = await registry.register(state, entry, 600_000)
 
     async def _begin(self) -> None:
         for name in (CORE, RANK)[: self.ranks]:
             self.start(name)
         self.shard = await self.scene.shard(1)
-        await self.came(lambda row: row.phase in jobs.ACTIVE)
+        await self.came(lambda row: row.phase in jobs.ACTIVE_PHASES)
         self.engine = await self.new_engine()
         await self.arrives(self.engine)
 
@@ -131,19 +131,21 @@ class TrainedWeather(Weather):
         words = {f"model.config.{key}": value for key, value in hf.items() if value is not None}
         more = {"training.ranks": self.ranks, "mesh.workers": self.ranks + 1}
         words |= SETTINGS | more | {key.replace("__", "."): v for key, v in settings.items()}
-        config, base = jobfile.load(JOB_FILE, [f"{k}={json.dumps(v)}" for k, v in words.items()])
+        config, base = job_reader.load_config(
+            JOB_FILE, [f"{k}={json.dumps(v)}" for k, v in words.items()]
+        )
         run_dir = self.scene.root(0) / "run"
-        _, document = bundle.pack(config, base, run_dir)
+        _, document = bundle.pack_bundle(config, base, run_dir)
         await jobs.submit(self.scene.state, JOB, document, str(run_dir), uuid.uuid4().hex)
 
     # -- processes -------------------------------------------------------------------------------
 
     def start(self, name: str) -> None:
         """Starts the core or the rank."""
-        seat = Seat("g0", "g0", JOB, 1, core=True, rank=int(name == RANK), ranks=self.ranks)
+        seat = Placement("g0", "g0", JOB, 1, core=True, rank=int(name == RANK), ranks=self.ranks)
         host = BEYOND if self.ranks == 1 or name == RANK else 0
         self._training[name] = self.scene.start(
-            name, host, "meshrl.services.trainer", *seat.words()
+            name, host, "meshrl.services.trainer", *seat.to_args()
         )
 
     async def kill(self, name: str) -> None:
@@ -171,8 +173,8 @@ class TrainedWeather(Weather):
 
     def _on_record(self) -> set[int]:
         """Versions that the store keeps."""
-        path = self.scene.root(0) / "store" / JOBS / f"{JOB}.json"
-        return {number.version for number in record_in(path).versions.values()}
+        path = self.scene.root(0) / "store" / JOBS_FOLDER / f"{JOB}.json"
+        return {number.version for number in read_record(path).versions.values()}
 
     def goes_on(self) -> None:
         super().goes_on()
@@ -188,15 +190,17 @@ class TrainedWeather(Weather):
         state = self.scene.state
         if not self._admitted:
             whole = STEPS * GROUPS
-            self._admitted = await groups.admit(
+            self._admitted = await groups.admit_groups(
                 state, JOB, OWNER, self._token, whole, uuid.uuid4().hex
             )
         start, self._released = self._released * GROUPS, self._released + 1
         for admitted in self._admitted[start : start + GROUPS]:
             content = pack(group(admitted.group))
-            digest = await put(self._here, self._bulk, content, "a group", space=bulk.GROUPS)
+            digest = await put_chunk(
+                self._here, self._bulk, content, "a group", space=bulk_permissions.GROUPS
+            )
             ready = groups.FinishedGroup(admitted.group, digest, len(content), 0, MEMBERS)
-            await groups.group_ready(state, JOB, OWNER, self._token, ready, uuid.uuid4().hex)
+            await groups.mark_group_ready(state, JOB, OWNER, self._token, ready, uuid.uuid4().hex)
 
     async def came(self, holds: Callable[[jobs.JobRow], bool]) -> jobs.JobRow:
         """The job's row, once something holds of it."""
@@ -213,7 +217,7 @@ class TrainedWeather(Weather):
 
     async def row(self) -> jobs.JobRow:
         """That of the job."""
-        row = await jobs.job(self.scene.state, JOB)
+        row = await jobs.read_job(self.scene.state, JOB)
         assert row is not None
         return row
 
@@ -229,7 +233,7 @@ class TrainedWeather(Weather):
         if version not in self._trained:
             row = await self.row()
             assert row.version == version, "one step at a time"
-            image = await Receiver(self._here, self._bulk).receive(row.manifest)
+            image = await WeightReceiver(self._here, self._bulk).receive(row.manifest)
             assert contents.identity_of(dict(image.tensors)) == row.image
             self._trained[version] = said_with(image.tensors)
         return self._trained[version]

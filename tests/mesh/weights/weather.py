@@ -18,9 +18,9 @@ from torch import Tensor
 from loadtests.weights import models
 from loadtests.weights.members.serving import PROMPT
 from loadtests.weights.scene import Member, Scene
-from meshrl.common.generation.builtin.build import build
-from meshrl.common.generation.contract import Request
-from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.generation.builtin.engine_builder import build_engine
+from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.weights.bulk.road import Road
@@ -45,15 +45,17 @@ def of_seed(seed: int) -> Said:
 
 def said_with(weights: Mapping[str, Tensor]) -> Said:
     """What the model says with these weights, by an engine of its own."""
-    engine = build(models.MODELS[MODEL], 1, 64)
+    engine = build_engine(models.MODELS[MODEL], 1, 64)
     engine.wake(weights, 0)
     prompt = np.array(PROMPT, np.int32)
-    engine.submit([Request(1, prompt, SAID, temperature=0.0, stop_ids=(), seed=0, session=1)])
+    engine.submit(
+        [GenerationRequest(1, prompt, SAID, temperature=0.0, stop_ids=(), seed=0, session=1)]
+    )
     tokens: list[int] = []
     logprobs: list[float] = []
     while len(tokens) < SAID:
         engine.step()
-        flush = engine.drain(ended_only=False)
+        flush = engine.drain_outputs(finished_only=False)
         if flush is not None:
             tokens += flush.tokens.tolist()
             logprobs += flush.logprobs.tolist()
@@ -104,7 +106,7 @@ class Weather:
     async def _roads_to(self, name: str, host: int) -> Road:
         entry = await self.scene.registered(name)
         self.scene.settings(host, advertise="")
-        ports = [_port(endpoint_of(place)) for place in (entry.address, entry.bulk)]
+        ports = [_port(parse_endpoint(place)) for place in (entry.address, entry.bulk)]
         calls, bulk = [self._opened.enter_context(Road(port, ENDLESS)) for port in ports]
         self.calls[name] = calls
         return bulk

@@ -9,7 +9,7 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.meshes import on_sockets
 from tests.unit.common.mesh.runtime.talking import Join, Talker
 
@@ -18,7 +18,7 @@ from tests.unit.common.mesh.runtime.talking import Join, Talker
 async def join() -> AsyncIterator[Join]:
     """`await join(name, actor)` -> its mesh."""
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
     meshes: list[Mesh] = []
 
     async def joined(name: str, actor: Talker | None = None, **options: Any) -> Mesh:

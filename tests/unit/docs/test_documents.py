@@ -15,14 +15,14 @@ import pytest
 
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.steps import step_row
-from meshrl.services.trainer.arithmetic.stats import BinStats, update_metrics
-from meshrl.services.trainer.steps.batch import Batch
-from meshrl.services.trainer.steps.step_parts import PAUSE, StepTook
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
-from meshrl.view.recording.usage import Tally
-from meshrl.view.report.report import RunEnd, summarize
+from meshrl.common.state.steps import decode_step_row
+from meshrl.services.trainer.learner.stats import BinStats, build_update_metrics
+from meshrl.services.trainer.steps.batch import StepBatch
+from meshrl.services.trainer.steps.step_durations import CHECKPOINT_PAUSE, StepDurations
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot, make_metric_families
+from meshrl.view.recording.job_usage import JobUsage
+from meshrl.view.report.report import RunResult, summarize
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -77,12 +77,14 @@ def units(document: str, heading: str) -> dict[str, str]:
 def row() -> dict[str, Any]:
     """A step's row with all that it may have."""
     ones = BinStats(**{field.name: 1 for field in fields(BinStats)})
-    trained = Batch(0, JobConfig()).metrics() | update_metrics(1, 1.0, ones, 1.0)
-    assert not trained.keys() & {field.name for field in fields(StepTook)}
-    own = dict.fromkeys((*trained, *(field.name for field in fields(StepTook)), PAUSE))
+    trained = StepBatch(0, JobConfig()).build_metrics() | build_update_metrics(1, 1.0, ones, 1.0)
+    assert not trained.keys() & {field.name for field in fields(StepDurations)}
+    own = dict.fromkeys(
+        (*trained, *(field.name for field in fields(StepDurations)), CHECKPOINT_PAUSE)
+    )
     hashed = dict.fromkeys(("lineage", "committed_ms", "trained", "filtered", "step"), "1")
     names = dict.fromkeys(("manifest", "checkpoint", "image", "masters"), "name")
-    found = step_row({"metrics": "{}", **hashed, **names})
+    found = decode_step_row({"metrics": "{}", **hashed, **names})
     assert own.keys() & found.keys() == {"step"}, "a key with two meanings"
     return own | found
 
@@ -101,17 +103,17 @@ def test_each_key_of_a_steps_row_has_one_unit_and_one_meaning() -> None:
 
 def test_each_key_of_a_summary_has_a_unit_and_a_meaning() -> None:
     account = dict.fromkeys((*ACCOUNT, *TWICE), 0)
-    found = summarize(RunEnd("j", Phase.TRAINING, 0, 1.0, account), [], [], [], Tally())
+    found = summarize(RunResult("j", Phase.TRAINING, 0, 1.0, account), [], [], [], JobUsage())
     assert units("operations.md", "## Accounting").keys() == found.keys()
 
 
 def test_each_gauge_of_a_mesh_is_documented() -> None:
     section = list(tables("operations.md", "### Of a host as a whole"))
     documented = {key for keys, *_ in section for key in re.findall(r"`(meshrl_\w+)`", keys)}
-    page = (ROOT / "meshrl/launch/outward/outward.py").read_text()
-    of_host = {f"meshrl_{name}" for name in re.findall(r'_family\(\s*"(\w+)"', page)}
+    page = (ROOT / "meshrl/launch/monitoring/health_endpoint.py").read_text()
+    of_host = {f"meshrl_{name}" for name in re.findall(r'_make_gauge\(\s*"(\w+)"', page)}
     assert documented == of_host | {
-        family.name for family in families(HeadSnapshot(MeshSnapshot()))
+        family.name for family in make_metric_families(HeadSnapshot(MeshSnapshot()))
     }
 
 
@@ -237,8 +239,8 @@ def test_a_walk_is_short_and_every_file_and_name_in_it_exists(title: str) -> Non
 
 
 def test_a_name_that_is_gone_is_noticed() -> None:
-    assert "Stay.generate" in names_in(ROOT / "services/rollout/routing/stay.py")
-    assert "Stay.gone" not in names_in(ROOT / "services/rollout/routing/stay.py")
+    assert "Assignment.generate" in names_in(ROOT / "services/rollout/routing/assignment.py")
+    assert "Assignment.gone" not in names_in(ROOT / "services/rollout/routing/assignment.py")
 
 
 def test_the_product_has_no_more_lines_than_its_limit() -> None:

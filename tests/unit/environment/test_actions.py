@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded
-from meshrl.common.environment.making import making
-from meshrl.common.environment.numbers import finite_number
-from meshrl.common.mesh.process.ends.failure import Failure
+from meshrl.common.environment.creation_errors import convert_creation_errors
+from meshrl.common.environment.reward_numbers import to_finite_float
+from meshrl.common.mesh.process.diagnosis.failure import Failure
 from meshrl.common.mesh.process.entry.child import ChildChannel
-from meshrl.services.environment import threaded
-from meshrl.services.environment.actions import BadAnswer, EnvironmentAnswer, call_for_answer
+from meshrl.services.environment import threaded_server
+from meshrl.services.environment.answers import EnvironmentAnswer, InvalidAnswer, call_environment
 from meshrl.services.environment.environments import Environments
-from meshrl.sim.mesh.job.job import CHARACTERS
+from meshrl.sim.mesh.job.job_setup import CHARACTERS
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -77,7 +77,7 @@ REFUSED: list[tuple[Any, str]] = [
 
 def test_answers_are_taken_as_a_whole() -> None:
     for value, expected in TAKEN:
-        assert call_for_answer(lambda text, value=value: value, "x") == expected, value
+        assert call_environment(lambda text, value=value: value, "x") == expected, value
 
 
 def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> None:
@@ -86,18 +86,18 @@ def test_answers_that_mix_what_does_not_go_together_are_refused_by_name() -> Non
         def step(text: str, value: Any = value) -> Any:
             return value
 
-        with pytest.raises(BadAnswer) as caught:
-            call_for_answer(step, "x")
+        with pytest.raises(InvalidAnswer) as caught:
+            call_environment(step, "x")
         assert says in str(caught.value), value
 
 
 def test_one_rule_holds_for_numbers() -> None:
     for value in (1, True, 0.5, np.int64(2), np.float16(1), Fraction(1, 2), 1e300):
-        assert finite_number(value, "it") == float(value)
+        assert to_finite_float(value, "it") == float(value)
     others: list[Any] = ["1", None, np.True_, [], Decimal(1), 1j, np.zeros(1)]
     for other in others:
         with pytest.raises(TypeError, match="it is a finite number"):
-            finite_number(other, "it")
+            to_finite_float(other, "it")
 
 
 class Playing:
@@ -123,10 +123,10 @@ def test_a_bad_answer_is_told_at_the_line_of_the_authors_function(tmp_path: Path
         Playing, qwen3_tokenizer(tmp_path), "", modules=str(Path(__file__).parent)
     )
     told = [
-        served.perform(1, "begin", {"prompt": 5}),
-        served.perform(1, "begin", {"prompt": "hi"}),
-        served.perform(1, "step", [5]),
-        served.perform(1, "cut", [5]),
+        served.run_operation(1, "begin", {"prompt": 5}),
+        served.run_operation(1, "begin", {"prompt": "hi"}),
+        served.run_operation(1, "step", [5]),
+        served.run_operation(1, "cut", [5]),
     ]
     assert [status for status, _ in told] == ["raised", "ok", "raised", "raised"]
     for at, method in ((0, "open"), (2, "step"), (3, "cut")):
@@ -138,9 +138,9 @@ def test_a_bad_answer_is_told_at_the_line_of_the_authors_function(tmp_path: Path
 def test_a_last_observation_comes_with_the_end(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
     served = Environments(Playing, tokenizer, "")
-    served.perform(1, "begin", {"prompt": "hi"})
+    served.run_operation(1, "begin", {"prompt": "hi"})
     Playing.answer = {"append": " over", "done": True, "reward": 0.5}
-    status, (_, action, (ids, score)) = served.perform(1, "step", tokenizer.encode("x"))
+    status, (_, action, (ids, score)) = served.run_operation(1, "step", tokenizer.encode("x"))
     assert (status, action, tokenizer.decode(ids), score) == ("ok", "last", " over", 0.5)
 
 
@@ -161,10 +161,10 @@ def with_cause(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_mistakes_in_code_end_the_job_and_name_their_place(error: Exception) -> None:
-    with pytest.raises(ConfigError, match="cannot be made") as found, making():
+    with pytest.raises(ConfigError, match="cannot be made") as found, convert_creation_errors():
         raise error
     assert "test_actions.py:" in found.value.where
-    assert Failure.of(found.value).restart == "never"
+    assert Failure.from_error(found.value).restart == "never"
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_mistakes_in_code_end_the_job_and_name_their_place(error: Exception) -> 
     ],
 )
 def test_what_may_pass_is_left_as_it_is(error: Exception, restart: str) -> None:
-    with pytest.raises(type(error)) as found, making():
+    with pytest.raises(type(error)) as found, convert_creation_errors():
         raise error
     assert found.value is error
-    assert Failure.of(error).restart == restart
+    assert Failure.from_error(error).restart == restart
 
 
 WITHIN_S = 30.0  # for what comes at once
@@ -237,14 +237,14 @@ def gates() -> Iterator[dict[str, threading.Event]]:
 
 @pytest.fixture
 def shard(tmp_path: Any, gates: dict[str, threading.Event]) -> Iterator[Shard]:
-    from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+    from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
 
-    character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
+    build_character_tokenizer(CHARACTERS, str(tmp_path / "tokenizer.json"))
     served = Environments(Waiting, Tokenizer.load(str(tmp_path / "tokenizer.json")), "prompt")
     ours, theirs = socket.socketpair()
     ours.settimeout(scaled(WITHIN_S))
     serving = threading.Thread(
-        target=threaded.serve, args=(ChildChannel(theirs), served.perform, 4)
+        target=threaded_server.serve_threaded, args=(ChildChannel(theirs), served.run_operation, 4)
     )
     serving.start()
     shard = Shard(ours)
@@ -287,7 +287,7 @@ def test_a_process_all_of_whose_threads_wait_says_that_it_lives(
     for _ in range(5):
         shard.answers()
     shard.ask(*([10 + key, key, "step", [3]] for key in range(1, 6)))
-    shard.ask([0, 0, threaded.PROBE, []])
+    shard.ask([0, 0, threaded_server.LIVENESS_OPERATION, []])
     assert shard.answers() == [[0, "ok", ""]]
 
 

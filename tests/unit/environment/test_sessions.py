@@ -9,10 +9,10 @@ from typing import Any, Literal, NotRequired, TypedDict
 import pytest
 
 from loadtests.chat_templates.comparing import directory_of
-from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.chat.chat_format import ChatFormat
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.services.environment.environments import Environments
-from meshrl.services.environment.tools import BadCall, BuiltIn, JobTool
+from meshrl.services.environment.model_tools import InvalidToolCall, JobTool, ModelTool
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
 from tests.unit.common.model.test_tokenizer import byte_tokenizer
@@ -61,7 +61,7 @@ class Guess:
         pass
 
 
-TOOLS: dict[str, BuiltIn] = {"add": JobTool("add", add), "shout": JobTool("shout", shout)}
+TOOLS: dict[str, ModelTool] = {"add": JobTool("add", add), "shout": JobTool("shout", shout)}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def served(tokenizer: Tokenizer) -> Environments:
-    return Environments(None, tokenizer, "prompt", Chat.load("qwen3", {}, tokenizer), TOOLS)
+    return Environments(None, tokenizer, "prompt", ChatFormat.load("qwen3", {}, tokenizer), TOOLS)
 
 
 class Trajectory:
@@ -83,7 +83,7 @@ class Trajectory:
         self.told: list[Any] = []
 
     def perform(self, operation: str, argument: Any) -> Any:
-        status, value = self.served.perform(1, operation, argument)
+        status, value = self.served.run_operation(1, operation, argument)
         assert status == "ok", value
         return value
 
@@ -192,7 +192,7 @@ def test_good_calls_beside_bad_ones_are_made(served: Environments, tokenizer: To
 
 
 def test_an_environment_of_messages_sees_turns_without_calls(tokenizer: Tokenizer) -> None:
-    chat = Chat.load("qwen3", {}, tokenizer)
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
     t = Trajectory(Environments(Guess, tokenizer, "", chat, TOOLS), tokenizer, {"secret": 7})
     assert tokenizer.decode(t.ids).startswith("<|im_start|>system\nguess")
     assert "user\nhigher<|im_end|>" in t.step("<think>\nlow\n</think>\n\n5<|im_end|>")[1]
@@ -205,7 +205,7 @@ def test_an_environment_of_messages_sees_turns_without_calls(tokenizer: Tokenize
 
 
 def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
-    chat = Chat.load("qwen3", {}, tokenizer)
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
     served = Environments(None, tokenizer, "prompt", chat, TOOLS)
     t = Trajectory(served, tokenizer, {"prompt": "go"})
     t.step(calls(call("add", a=1, b=2)))
@@ -214,20 +214,20 @@ def test_a_lost_conversation_goes_on_where_it_was(tokenizer: Tokenizer) -> None:
     t.step(calls(call("shout", text="a"), call("add", a=1, b=1)))
     t.result("A")
     again = Environments(None, tokenizer, "prompt", chat, TOOLS)
-    assert again.perform(1, "restore", [t.row, t.told, before]) == ("ok", None)
-    assert again.perform(1, "result", 2) == t.served.perform(1, "result", 2)
+    assert again.run_operation(1, "restore", [t.row, t.told, before]) == ("ok", None)
+    assert again.run_operation(1, "result", 2) == t.served.run_operation(1, "result", 2)
 
 
 def test_a_replay_that_differs_from_what_was_logged_fails(tokenizer: Tokenizer) -> None:
-    chat = Chat.load("qwen3", {}, tokenizer)
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
     t = Trajectory(Environments(None, tokenizer, "prompt", chat), tokenizer, {"prompt": "go"})
     other = Environments(None, tokenizer, "prompt", chat)
-    status, why = other.perform(1, "restore", [{"prompt": "no"}, [], t.ids])
+    status, why = other.run_operation(1, "restore", [{"prompt": "no"}, [], t.ids])
     assert status == "raised" and "differs from what was logged" in why
 
 
 def test_tools_are_described_by_their_signature() -> None:
-    assert TOOLS["add"].spec == {
+    assert TOOLS["add"].description_for_template == {
         "type": "function",
         "function": {
             "name": "add",
@@ -254,7 +254,7 @@ def test_tools_are_described_by_their_signature() -> None:
 
     find.parameters = {"type": "object", "properties": {"words": {"type": "array"}}}  # type: ignore
     assert JobTool("find", find).parameters["properties"] == {"words": {"type": "array"}}
-    assert JobTool("find", find).input({"words": []}) == {"words": []}
+    assert JobTool("find", find).prepare_input({"words": []}) == {"words": []}
 
 
 def test_types_are_as_json_schema_has_them() -> None:
@@ -280,15 +280,15 @@ def test_types_are_as_json_schema_has_them() -> None:
         "other": [1],
         "free": {},
     }
-    assert repr(tool.input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
-    assert tool.input({"word": "a"}) == {"word": "a"}
+    assert repr(tool.prepare_input(taken)) == repr({**taken, "page": 3, "pages": [1, 2]})
+    assert tool.prepare_input({"word": "a"}) == {"word": "a"}
     for refused, says in (
         ({"word": 1}, "word must be of type string or null"),
         ({"pages": [1, 2.5]}, r"pages\[1\] must be of type integer"),
         ({"share": True}, "share must be of type integer or number"),
     ):
-        with pytest.raises(BadCall, match=says):
-            tool.input(refused)
+        with pytest.raises(InvalidToolCall, match=says):
+            tool.prepare_input(refused)
 
 
 def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
@@ -298,11 +298,11 @@ def test_what_cannot_travel_is_told_and_not_sent(tokenizer: Tokenizer) -> None:
                 raise ValueError("\ud800")
             return {"tool": "shout", "input": 1 << 64}
 
-    served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
-    served.perform(1, "begin", {"secret": 1})
+    served = Environments(Odd, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
+    served.run_operation(1, "begin", {"secret": 1})
     raised = "ValueError: ? (test_sessions.py:"
     for text, says in (("raise", raised), ("x", "BadMessage: OverflowError")):
-        status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
+        status, why = served.run_operation(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and says in why
 
 
@@ -313,13 +313,13 @@ def test_an_environment_that_answers_nonsense_is_told_what_it_may_answer(
         def step(self, text: str) -> Any:
             return {"done": True, "reward": float("nan")} if text == "nan" else {"append": 5}
 
-    served = Environments(Odd, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
-    served.perform(1, "begin", {"secret": 1})
+    served = Environments(Odd, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
+    served.run_operation(1, "begin", {"secret": 1})
     for text, says in (("nan", "must be finite"), ("x", "messages are a text or a list")):
-        status, why = served.perform(1, "step", tokenizer.encode(text + "<|im_end|>"))
+        status, why = served.run_operation(1, "step", tokenizer.encode(text + "<|im_end|>"))
         assert status == "raised" and says in why
     plain = Environments(Guess, tokenizer, "")
-    status, why = plain.perform(1, "begin", {"secret": 1})
+    status, why = plain.run_operation(1, "begin", {"secret": 1})
     assert status == "raised" and "environment.chat" in why
 
 
@@ -347,7 +347,7 @@ def test_a_models_own_template_calls_tools_and_is_told_what_was_wrong(
     tmp_path: Path, name: str
 ) -> None:
     own = Tokenizer.load(directory_of(FORMATS[name], tmp_path))
-    chat = Chat.load("template", {}, own)
+    chat = ChatFormat.load("template", {}, own)
     end = chat.stop_tokens[0]
 
     def said(*written: dict[str, Any]) -> str:
@@ -369,4 +369,4 @@ def test_a_models_own_template_calls_tools_and_is_told_what_was_wrong(
     assert action == "append" and "there is no tool" in told
     assert t.step("3" + end) == ["done", None]
     again = Environments(None, own, "prompt", chat, TOOLS)
-    assert again.perform(1, "restore", [t.row, t.told, t.ids]) == ("ok", None)
+    assert again.run_operation(1, "restore", [t.row, t.told, t.ids]) == ("ok", None)

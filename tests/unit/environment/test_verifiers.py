@@ -20,7 +20,7 @@ from meshrl.common.job.config import DatasetConfig, EnvironmentConfig, JobConfig
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from meshrl.job import tasksets
-from meshrl.services.rollout.environments.pool import EnvironmentPool
+from meshrl.services.rollout.environments.environment_pool import EnvironmentPool
 from tests.load import scaled
 from tests.meshes import alone
 from tests.unit.common.model.chatting import qwen3_tokenizer
@@ -80,7 +80,7 @@ class Trajectory:
 
     async def cut(self, ids: list[int]) -> float | None:
         replayed = [self.row, self.told, self.ids]
-        return (await self.pool.cut(self.key, ids, lambda: replayed))[1]
+        return (await self.pool.end_early(self.key, ids, lambda: replayed))[1]
 
 
 def row(answer: int, mood: str = "patient") -> dict[str, Any]:
@@ -168,6 +168,6 @@ def test_tasks_of_a_taskset_become_rows(tmp_path: Path) -> None:
     config = JobConfig(
         environment=job.config.environment, dataset=DatasetConfig(tasks=4, held_out_tasks=2)
     )
-    held_out, train = tasksets.tasks(config, job.modules)
+    held_out, train = tasksets.load_tasks(config, job.modules_dir)
     assert len(held_out) == 2 and len(train) == 4
     assert '"prompt": "0+0?"' in held_out[0] and '"answer": 4' in train[0]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.model.chat.chat import Chat
+from meshrl.common.model.chat.chat_format import ChatFormat
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.job.jobfile import load
+from meshrl.job.job_reader import load_config
 from meshrl.services.environment.environments import Environments
-from meshrl.services.environment.tools import BuiltIn, JobTool
+from meshrl.services.environment.model_tools import JobTool, ModelTool
 
 example: Any = import_module("examples.chat")  # mypy resolves the name to the folder
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -27,8 +27,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def served(tokenizer: Tokenizer) -> Environments:
-    tools: dict[str, BuiltIn] = {"add": JobTool("add", example.add)}
-    return Environments(None, tokenizer, "prompt", Chat.load("qwen3", {}, tokenizer), tools)
+    tools: dict[str, ModelTool] = {"add": JobTool("add", example.add)}
+    return Environments(None, tokenizer, "prompt", ChatFormat.load("qwen3", {}, tokenizer), tools)
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.9])
@@ -41,15 +41,15 @@ def test_demonstrations_are_trajectories_of_the_environment(
         pieces = example.demonstrate(rng, progress)
         ids = [tokenizer.encode(text) for text, _ in pieces]
         prompt = pieces[0][0].split("user\n")[-1].split("<|im_end|>")[0]
-        assert served.perform(key, "begin", {"prompt": prompt}) == ("ok", ids[0])
+        assert served.run_operation(key, "begin", {"prompt": prompt}) == ("ok", ids[0])
         turns = []
         for turn, answer in zip(ids[1::2], [*ids[2::2], None], strict=True):
-            _, (text, action, value) = served.perform(key, "step", turn)
+            _, (text, action, value) = served.run_operation(key, "step", turn)
             turns.append({"role": "model", "text": text})
             if action == "tool":
                 name, argument = value
                 assert name == "add"
-                action, value = served.perform(key, "result", example.add(argument))[1]
+                action, value = served.run_operation(key, "result", example.add(argument))[1]
             assert [action, value] == (["append", answer] if answer else ["done", None])
         a, b = prompt.rstrip("?").split("+")
         rewards.append(example.reward({"answer": int(a) + int(b)}, turns))
@@ -57,7 +57,7 @@ def test_demonstrations_are_trajectories_of_the_environment(
 
 
 def test_the_job_is_valid_and_ends_turns_where_the_format_does() -> None:
-    config, _ = load(EXAMPLES / "chat.toml", [])
+    config, _ = load_config(EXAMPLES / "chat.toml", [])
     assert config.rollout.stop == ["<|im_end|>", "<|endoftext|>"]
     rows = [json.loads(line) for line in (EXAMPLES / "chat/train.jsonl").open()]
     assert len(rows) == example.LARGEST**2 - example.HELD_OUT

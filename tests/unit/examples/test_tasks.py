@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshrl.common.job.config import JobConfig
-from meshrl.job import jobfile
+from meshrl.job import job_reader
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -252,7 +252,7 @@ def test_demonstrations_are_programs_with_a_prompt_and_an_end_of_few_kinds_of_sy
 
 def test_the_job_file_names_what_there_is() -> None:
     job = tomllib.loads((EXAMPLES / "code.toml").read_text())
-    jobfile.load(EXAMPLES / "code.toml", [])
+    job_reader.load_config(EXAMPLES / "code.toml", [])
     assert job["rollout"]["stop"] == ["$"]
     assert job["reward"]["options"] == {
         "tests": "tests",

@@ -15,14 +15,14 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.access import identity, tokens
-from meshrl.common.mesh.access.line import Line
-from meshrl.common.mesh.access.records import FILE
-from meshrl.common.mesh.access.ticket import Ticket, read
-from meshrl.common.state.redis.client import State
+from meshrl.common.mesh.access import gateway_identity, token_registry
+from meshrl.common.mesh.access.access_records import RECORDS_FILE
+from meshrl.common.mesh.access.access_token import AccessToken, read_token
+from meshrl.common.mesh.access.gateway_connection import GatewayConnection
+from meshrl.common.state.redis.client import StateClient
+from meshrl.job_template.job_creation import create_job
 from meshrl.services.gateway.__main__ import serve
-from meshrl.sim.redis.state import simulated_state
-from meshrl.starter.creating import create
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 
@@ -34,27 +34,27 @@ class House:
     """A mesh's directory, its state, and whom it gives tokens."""
 
     root: Path
-    state: State
+    state: StateClient
     joinable: bool = False
 
     @property
     def file(self) -> Path:
-        return self.root / "mesh" / FILE
+        return self.root / "mesh" / RECORDS_FILE
 
     @property
     def runs(self) -> Path:
         return self.root / "runs"
 
     def token(self, name: str = "alice", lasts_s: float = DAY_S, priority: int = 0) -> str:
-        door = identity.existing(self.root / "mesh")
+        door = gateway_identity.read_identity(self.root / "mesh")
         now = time.time()
         at = door.address, door.public
-        token, ticket = tokens.made(name, lasts_s, now, *at, priority)
-        tokens.keep(self.file, token)
-        return ticket.text
+        token, ticket = token_registry.create_token(name, lasts_s, now, *at, priority)
+        token_registry.add_token(self.file, token)
+        return ticket.encoded
 
     def revoke(self, name: str) -> None:
-        tokens.revoke(self.file, name, time.time())
+        token_registry.revoke_tokens(self.file, name, time.time())
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -86,9 +86,9 @@ class House:
 
 
 @asynccontextmanager
-async def line_to(token: str | Ticket) -> AsyncIterator[Line]:
+async def line_to(token: str | AccessToken) -> AsyncIterator[GatewayConnection]:
     """A line to the gateway of a token."""
-    line = Line(token if isinstance(token, Ticket) else read(token))
+    line = GatewayConnection(token if isinstance(token, AccessToken) else read_token(token))
     line.open()
     try:
         yield line
@@ -143,7 +143,7 @@ async def forwarded(address: str, ended: int = 0) -> AsyncIterator[Forwarded]:
 async def house(tmp_path: Path) -> AsyncIterator[House]:
     root = tmp_path / "root"
     (root / "mesh/logs").mkdir(parents=True)
-    found = House(root, simulated_state(SystemClock()))
+    found = House(root, open_simulated_state(SystemClock()))
     async with found.open():
         yield found
 
@@ -154,7 +154,7 @@ def job(tmp_path: Path) -> Path:
     an interpreter, which another user may not have.
     """
     game = tmp_path / "elsewhere/game"
-    create(game)
+    create_job(game)
     told = (game / "job.toml").read_text()
     told = told.replace('"game:game"', '""').replace('"game:reward"', '"exact"')
     (game / "job.toml").write_text(told)

@@ -15,15 +15,15 @@ from typer.testing import CliRunner, Result
 from meshrl.cli import app
 from meshrl.client.client import Client
 from meshrl.common.api.gateway import Gateway, ModelRequest, ReadModelFile
-from meshrl.common.base.digest import digest_of_file
+from meshrl.common.base.digest import compute_file_digest
 from meshrl.common.base.errors import ConfigError, NotFound, PeerLost, Refused
 from meshrl.common.job.bundle import bundle_files
-from meshrl.common.mesh.access import ticket
-from meshrl.common.mesh.access.ticket import read
+from meshrl.common.mesh.access import access_token
+from meshrl.common.mesh.access.access_token import read_token
 from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.common.state import events, jobs
-from meshrl.run.following.top import TokenOnlooker
-from meshrl.services.weights.export import write
+from meshrl.run.monitoring.mesh_top import TokenJobsObserver
+from meshrl.services.weights.export import export_selected
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, forwarded, line_to
 from tests.unit.weights.exports.test_export import CONFIG, Run, model, weights
@@ -66,9 +66,11 @@ async def test_one_token_reaches_its_mesh_by_another_address(
 ) -> None:
     """Inside of a cluster by a name, and through a tunnel by a port of the laptop's own."""
     token = house.token()
-    address = ticket.read(token).address
+    address = access_token.read_token(token).address
     port = address.rpartition(":")[2]
-    elsewhere = replace(ticket.read(token), address="tcp://gateway.nowhere.invalid:7199").text
+    elsewhere = replace(
+        access_token.read_token(token), address="tcp://gateway.nowhere.invalid:7199"
+    ).encoded
     monkeypatch.setenv("MESHRL_GATEWAY", f"localhost:{port}")
     async with Client(token=elsewhere) as client:
         assert await client.jobs() == []
@@ -93,7 +95,7 @@ FOREVER = 1_000_000
 
 
 async def test_a_connection_that_ends_without_a_word_is_tried_again(house: House) -> None:
-    ticket = read(house.token())
+    ticket = read_token(house.token())
     async with (
         forwarded(ticket.address, 2) as port,
         line_to(replace(ticket, address=port.address)) as line,
@@ -103,10 +105,10 @@ async def test_a_connection_that_ends_without_a_word_is_tried_again(house: House
 
 
 async def test_who_hears_nothing_until_the_end_is_told_what_that_may_be(house: House) -> None:
-    ticket = read(house.token())
+    ticket = read_token(house.token())
     async with forwarded(ticket.address, FOREVER) as port:
         ended = replace(ticket, address=port.address)
-        another = replace(ticket, gateway=KeyPair.new().public.decode())
+        another = replace(ticket, gateway=KeyPair.generate().public.decode())
         for silent in (ended, another):
             async with line_to(silent) as line:
                 with pytest.raises(PeerLost, match=r"nobody is behind that address.*another key"):
@@ -115,11 +117,11 @@ async def test_who_hears_nothing_until_the_end_is_told_what_that_may_be(house: H
 
 
 async def test_its_steps_and_judged_moves_are_seen_with_the_token(house: House, job: Path) -> None:
-    onlooker = TokenOnlooker()
+    onlooker = TokenJobsObserver()
     async with Client(token=house.token("alice")) as client:
-        assert (await onlooker.look(client)).jobs == ()
+        assert (await onlooker.read_frame(client)).jobs == ()
         handle = await client.submit(job)
-        [before] = (await onlooker.look(client)).jobs
+        [before] = (await onlooker.read_frame(client)).jobs
         assert (before.job, before.phase, before.reward) == (handle.name, "queued", None)
         for step in (1, 2):
             metrics = {"reward": step / 4, "wait_s": 1.0, "train_s": 3.0}
@@ -129,14 +131,14 @@ async def test_its_steps_and_judged_moves_are_seen_with_the_token(house: House, 
         for of in (handle.name, "another"):
             await events.append(house.state, "move_judged", {"job": of, **moved})
         for _ in range(2):  # what is heard once counts once
-            found = await onlooker.look(client)
+            found = await onlooker.read_frame(client)
             [now] = found.jobs
             assert (now.rewards, now.wait_share) == ((0.25, 0.5), 0.25)
             assert [(m.job, m.gang, m.paid) for m in found.judged] == [(handle.name, "g1", True)]
         await handle.stop()
-        assert (await onlooker.look(client)).jobs[0].phase == "stopped"
+        assert (await onlooker.read_frame(client)).jobs[0].phase == "stopped"
         await handle.delete()
-        assert (await onlooker.look(client)).jobs == ()
+        assert (await onlooker.read_frame(client)).jobs == ()
 
 
 @pytest.fixture
@@ -158,12 +160,12 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
 ) -> None:
     run, exports = house.runs / "j", house.runs / "j/exports"
     (exports / "cut-off.partial").mkdir(parents=True)
-    write(run, tmp_path / "wanted", None, False)
+    export_selected(run, tmp_path / "wanted", None, False)
     async with line_to(trained) as line:
         async with Client(token=trained) as client:
             asked = line.call(Gateway.model, ModelRequest("j", -1, False))
             first, out = await asyncio.gather(asked, client.weights("j", out=tmp_path / "got"))
-            assert bundle_files.listed(out) == bundle_files.listed(tmp_path / "wanted")
+            assert bundle_files.list_files(out) == bundle_files.list_files(tmp_path / "wanted")
             with pytest.raises(Refused, match="not empty"):
                 await client.weights("j", out=tmp_path / "got")
         assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
@@ -180,7 +182,7 @@ async def test_the_files_that_arrive_are_those_of_an_export_whatever_is_asked_me
             assert fetched.name.startswith(step)
             found = await line.call(Gateway.read, ReadModelFile("j", fetched.name, name, 0))
             (tmp_path / "read").write_bytes(found)
-            assert digest_of_file(tmp_path / "read") == fetched.files[name][1]
+            assert compute_file_digest(tmp_path / "read") == fetched.files[name][1]
 
 
 async def test_nothing_else_of_the_run_can_be_read(house: House, trained: str) -> None:

@@ -20,13 +20,13 @@ from meshrl.common.api.gateway import Gateway, JoinHost
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, NotAllowed, Refused
 from meshrl.common.base.files import documents
-from meshrl.common.base.release import release
-from meshrl.common.mesh.access import identity, records, tokens
-from meshrl.common.mesh.access.ticket import Ticket, named, read
+from meshrl.common.base.release import read_release
+from meshrl.common.mesh.access import access_records, gateway_identity, token_registry
+from meshrl.common.mesh.access.access_token import AccessToken, parse_gateway_address, read_token
 from meshrl.common.mesh.transport.keys import KeyPair
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.head import handed_out
-from meshrl.sim.redis.state import simulated_state
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.head import head_secrets
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.unit.gateway.conftest import House, forwarded, line_to
 
 ELSEWHERE = "127.0.0.1:1"  # where nobody listens
@@ -44,15 +44,15 @@ def made(directory: Path, *words: str) -> Path:
 @asynccontextmanager
 async def running(root: Path, secrets: Path) -> AsyncIterator[str]:
     """A gateway that was handed these; its address."""
-    house = House(root, simulated_state(SystemClock()), joinable=True)
+    house = House(root, open_simulated_state(SystemClock()), joinable=True)
     (root / "mesh/logs").mkdir(parents=True, exist_ok=True)
-    handed_out.take(MeshPlace(root), secrets / handed_out.FILE)
+    head_secrets.install_head_secrets(MeshPaths(root), secrets / head_secrets.HEAD_FILE)
     async with house.open():
-        yield identity.existing(root / "mesh").address
+        yield gateway_identity.read_identity(root / "mesh").address
 
 
-def moved(token: Path, address: str) -> Ticket:
-    return replace(read(token), address=address)
+def moved(token: Path, address: str) -> AccessToken:
+    return replace(read_token(token), address=address)
 
 
 async def test_tokens_that_were_handed_out_are_good_before_and_after_a_start(
@@ -61,18 +61,20 @@ async def test_tokens_that_were_handed_out_are_good_before_and_after_a_start(
     root, secrets = tmp_path / "root", made(tmp_path / "secrets")
     for _ in range(2):
         async with running(root, secrets) as own, forwarded(own) as port:
-            text = moved(secrets / "submit.token", port.address).text
+            text = moved(secrets / "submit.token", port.address).encoded
             async with Client(token=text) as client:
                 assert await client.jobs() == []
             async with line_to(moved(secrets / "join.token", port.address)) as line:
-                public = KeyPair.new().public.decode()
+                public = KeyPair.generate().public.decode()
                 old = JoinHost("gpu1-aa", public, "10.0.0.2", 1, True, "0.0.1")
-                with pytest.raises(Refused, match=f"0.0.1, and the mesh {release()}"):
+                with pytest.raises(Refused, match=f"0.0.1, and the mesh {read_release()}"):
                     await line.call(Gateway.join, old)
-    tokens.revoke(root / "mesh" / records.FILE, "submit.token", time.time())
+    token_registry.revoke_tokens(
+        root / "mesh" / access_records.RECORDS_FILE, "submit.token", time.time()
+    )
     async with running(root, secrets) as own:
         with pytest.raises(NotAllowed, match="revoked"):
-            async with Client(token=moved(secrets / "submit.token", own).text):
+            async with Client(token=moved(secrets / "submit.token", own).encoded):
                 raise AssertionError("taking them over again made it good again")
 
 
@@ -88,10 +90,10 @@ def test_all_is_for_its_readers_eyes_and_made_whole_or_not_at_all(tmp_path: Path
     }
     assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
     assert {stat.S_IMODE(d.stat().st_mode) for d in (secrets, secrets / "redis")} == {0o700}
-    joining, submitting = read(files["join.token"]), read(files["submit.token"])
+    joining, submitting = read_token(files["join.token"]), read_token(files["submit.token"])
     assert joining.address == f"tcp://{ELSEWHERE}"
     assert submitting.address == "tcp://mesh.example.org:7199"
-    held = handed_out.read(files["head.json"])
+    held = head_secrets.read_head_secrets(files["head.json"])
     assert joining.gateway == submitting.gateway == held.public
     assert [(token.kind, token.uses) for token in held.tokens] == [("host", 0), ("person", 1)]
     assert all(86_400 < token.expires_s - time.time() <= 2 * 86_400 for token in held.tokens)
@@ -107,40 +109,42 @@ def test_all_is_for_its_readers_eyes_and_made_whole_or_not_at_all(tmp_path: Path
 
 
 def test_a_mesh_that_has_others_takes_none(tmp_path: Path) -> None:
-    place = MeshPlace(tmp_path / "root")
+    place = MeshPaths(tmp_path / "root")
     first, second = (made(tmp_path / name) / "head.json" for name in ("first", "second"))
     link = tmp_path / "linked.json"  # as Kubernetes has them
     link.symlink_to(first)
-    handed_out.take(place, link)
-    handed_out.take(place, first)
+    head_secrets.install_head_secrets(place, link)
+    head_secrets.install_head_secrets(place, first)
     with pytest.raises(Refused, match=r"key of its own.*file that it was started with first"):
-        handed_out.take(place, second)
-    known = identity.existing(place.directory)
-    assert known.public == handed_out.read(first).public
-    assert len(records.read(place.directory / records.FILE).tokens) == 2
+        head_secrets.install_head_secrets(place, second)
+    known = gateway_identity.read_identity(place.directory)
+    assert known.public == head_secrets.read_head_secrets(first).public
+    assert (
+        len(access_records.read_records(place.directory / access_records.RECORDS_FILE).tokens) == 2
+    )
     first.chmod(0o640)
     with pytest.raises(ConfigError, match="others can read"):
-        handed_out.take(place, first)
+        head_secrets.install_head_secrets(place, first)
 
 
 def test_what_is_no_file_of_secrets_is_refused(tmp_path: Path) -> None:
     secrets = made(tmp_path / "secrets")
     file = secrets / "head.json"
-    held = asdict(handed_out.read(file))
-    other = KeyPair.new().public.decode()
+    held = asdict(head_secrets.read_head_secrets(file))
+    other = KeyPair.generate().public.decode()
     for wrong in ({"public": other}, {"secret": "short"}, {"tokens": [{"id": "x"}]}, {"tokens": 1}):
         documents.write(file, held | wrong)
         with pytest.raises(ConfigError, match=r"no secrets of a head.*head\.json"):
-            handed_out.take(MeshPlace(tmp_path / "root"), file)
+            head_secrets.install_head_secrets(MeshPaths(tmp_path / "root"), file)
     for path in (secrets / "join.token", tmp_path / "none"):
         with pytest.raises(ConfigError, match=r"head\.json of `meshrl secrets`"):
-            handed_out.read(path)
+            head_secrets.read_head_secrets(path)
     assert not (tmp_path / "root").exists()
 
 
 def test_an_address_has_a_name_and_a_port() -> None:
-    assert named("head", 7199, "--head") == "tcp://head:7199"
-    assert named("[fe80::1]:7", 7199, "--head") == "tcp://[fe80::1]:7"
+    assert parse_gateway_address("head", 7199, "--head") == "tcp://head:7199"
+    assert parse_gateway_address("[fe80::1]:7", 7199, "--head") == "tcp://[fe80::1]:7"
     for wrong in ("", "a/b", "tcp://a", "a:0", "a:b", "fe80::1", "a:1:2"):
         with pytest.raises(ConfigError, match="--head"):
-            named(wrong, 7199, "--head")
+            parse_gateway_address(wrong, 7199, "--head")

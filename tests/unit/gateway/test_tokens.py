@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from meshrl import Client
 from meshrl.cli import app
-from meshrl.common.api.calls.callers import CALLERS, CLIENT
+from meshrl.common.api.calls.call_permissions import CALL_PERMISSIONS, CLIENT
 from meshrl.common.api.calls.interface import Call
 from meshrl.common.api.gateway import Gateway, JobRequest
 from meshrl.common.base.clock import SystemClock
@@ -35,14 +35,14 @@ from meshrl.common.base.errors import (
     UnknownMethod,
 )
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.access import records, ticket
+from meshrl.common.mesh.access import access_records, access_token
 from meshrl.common.mesh.transport.keys import KeyPair
 from meshrl.common.state import jobs
-from meshrl.common.state.lifecycle import deleting
-from meshrl.common.state.pool.store import store as pool
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.state.pool.store import pool_rows as pool
 from meshrl.common.state.pool.workers.rows import WorkerRow
-from meshrl.common.state.registry import Entry, register
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, line_to
 
@@ -53,13 +53,13 @@ ROOT = Path(__file__).parents[3]
 def test_a_file_that_another_holds_is_waited_for_and_no_longer_than_a_while(
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / records.FILE
+    path = tmp_path / access_records.RECORDS_FILE
     with path.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         late = pytest.raises(DeadlineExceeded, match="has the file of tokens locked")
-        with late, records.changing(path, 0.1):
+        with late, access_records.edit_records(path, 0.1):
             raise AssertionError("it is another's")
-    with records.changing(path, 0.1) as known:
+    with access_records.edit_records(path, 0.1) as known:
         assert not known.tokens
     assert path.exists()
 
@@ -74,7 +74,7 @@ async def test_a_job_of_another_directory_becomes_a_run_of_the_mesh(
         again = await client.submit(job)
         assert again.name == "game-2" and Path(again.run_dir) == house.runs / "game-2"
         assert [state.name for state in await client.jobs()] == ["game", "game-2"]
-    row = await jobs.job(house.state, "game")
+    row = await jobs.read_job(house.state, "game")
     bundle = Path(row.document["bundle"]["dir"])
     assert bundle.parent.parent == run and (bundle / "tokenizer/tokenizer.json").is_file()
     assert row.document["budget"]["steps"] == 3
@@ -88,7 +88,7 @@ async def test_a_job_of_another_directory_becomes_a_run_of_the_mesh(
 async def test_a_job_that_can_never_fit_is_refused_before_it_is_sent(
     house: House, job: Path
 ) -> None:
-    lease = Entry("worker/w0", "worker", incarnation="one", run_root=str(house.root))
+    lease = RegistryEntry("worker/w0", "worker", incarnation="one", run_root=str(house.root))
     token = await register(house.state, lease, 60_000)
     await pool.join_worker(house.state, WorkerRow("w0", "here", "cpu:0", token))
     async with Client(token=house.token()) as client:
@@ -107,7 +107,7 @@ async def test_a_job_has_no_higher_priority_than_its_token_gives(house: House, j
         with pytest.raises(Refused, match="have 3 at most"):
             await bob.submit(job, ["pool.priority=4"])
         handle = await bob.submit(job, ["pool.priority=3"])
-    row = await jobs.job(house.state, handle.name)
+    row = await jobs.read_job(house.state, handle.name)
     assert row.document["pool"]["priority"] == 3
 
 
@@ -153,7 +153,7 @@ async def test_a_deletion_may_be_asked_for_again_by_who_got_no_answer(
 async def test_nobody_sees_a_job_of_another_token_or_of_the_meshs_user(
     house: House, job: Path, tmp_path: Path
 ) -> None:
-    document = JobConfig(name="own").document()
+    document = JobConfig(name="own").to_document()
     await jobs.submit(house.state, "own", document, str(tmp_path / "own"), "op")
     async with Client(token=house.token("alice")) as alice:
         await alice.submit(job)
@@ -171,17 +171,17 @@ async def test_nobody_sees_a_job_of_another_token_or_of_the_meshs_user(
             with pytest.raises(NotFound):
                 async for _ in bob.events(name):
                     pass
-    assert not (await jobs.job(house.state, "game")).ended
+    assert not (await jobs.read_job(house.state, "game")).is_terminal
 
 
 async def test_a_job_that_takes_a_deleted_ones_place_is_its_own_tokens(
     house: House, tmp_path: Path
 ) -> None:
-    document, texts = JobConfig(name="j").document(), {}
+    document, texts = JobConfig(name="j").to_document(), {}
 
     async def comes(name: str) -> None:
         (house.runs / "j").mkdir(parents=True)
-        token = next(t.id for t in records.read(house.file).tokens if t.name == name)
+        token = next(t.id for t in access_records.read_records(house.file).tokens if t.name == name)
         about = {"job": "j", "token": token, "document": document}
         (house.runs / "j/job.json").write_text(json.dumps(about))
         await jobs.submit(house.state, "j", document, str(house.runs / "j"), name)
@@ -192,8 +192,8 @@ async def test_a_job_that_takes_a_deleted_ones_place_is_its_own_tokens(
         await comes("alice")
         assert [one.name for one in await alice.jobs()] == ["j"]
         await jobs.cancel(house.state, "j", "stop")
-        await deleting.delete(house.state, "j", "delete")  # the mesh's own user, or its age
-        await deleting.let_go(house.state, "j")
+        await deletion.delete_job(house.state, "j", "delete")  # the mesh's own user, or its age
+        await deletion.confirm_store_deletion(house.state, "j")
         shutil.rmtree(house.runs / "j")
         await comes("bob")
         assert [one.name for one in await bob.jobs()] == ["j"]
@@ -208,7 +208,7 @@ async def test_the_name_of_a_deleted_job_is_not_given_again(house: House, job: P
         handle = await alice.submit(job)
         await handle.stop()
         await handle.delete()
-    await deleting.let_go(house.state, "game")
+    await deletion.confirm_store_deletion(house.state, "game")
     shutil.rmtree(house.runs / "game")
     async with Client(token=house.token("bob")) as bob:
         again = await bob.submit(job)
@@ -228,15 +228,17 @@ async def test_a_token_that_is_revoked_is_good_no_more_also_for_who_is_in(house:
 
 
 async def test_a_token_that_has_expired_or_was_made_up_lets_nobody_in(house: House) -> None:
-    made_up = replace(ticket.read(house.token("bob")), secret=KeyPair.new().secret.decode())
-    for text in (house.token("alice", lasts_s=0.0), made_up.text):
+    made_up = replace(
+        access_token.read_token(house.token("bob")), secret=KeyPair.generate().secret.decode()
+    )
+    for text in (house.token("alice", lasts_s=0.0), made_up.encoded):
         with pytest.raises(NotAllowed, match="does not take this token"):
             async with Client(token=text):
                 raise AssertionError("it was let in")
 
 
 async def test_tokens_stay_good_when_the_mesh_starts_again(tmp_path: Path) -> None:
-    other = House(tmp_path / "other", simulated_state(SystemClock()))
+    other = House(tmp_path / "other", open_simulated_state(SystemClock()))
     (other.root / "mesh").mkdir(parents=True)
     async with other.open():
         text = other.token()
@@ -245,9 +247,9 @@ async def test_tokens_stay_good_when_the_mesh_starts_again(tmp_path: Path) -> No
 
 
 async def test_without_a_mesh_the_caller_is_told_so(house: House, tmp_path: Path) -> None:
-    gone = replace(ticket.read(house.token()), address="tcp://127.0.0.1:9")
+    gone = replace(access_token.read_token(house.token()), address="tcp://127.0.0.1:9")
     with pytest.raises(PeerLost, match="no mesh answers there"):
-        async with Client(token=gone.text):
+        async with Client(token=gone.encoded):
             raise AssertionError("something answered")
 
 
@@ -259,21 +261,25 @@ async def test_nothing_of_the_mesh_but_the_gateway_can_be_called(house: House) -
             with pytest.raises((NotAllowed, UnknownMethod)):
                 await line.call(strange, None)
         assert (await line.call(Gateway.jobs, None)).jobs == []
-    assert {name.partition(".")[0] for name, who in CALLERS.items() if CLIENT in who} == {"Gateway"}
+    assert {name.partition(".")[0] for name, who in CALL_PERMISSIONS.items() if CLIENT in who} == {
+        "Gateway"
+    }
 
 
 def test_a_ticket_is_read_from_text_or_a_file_that_nobody_else_can_read(tmp_path: Path) -> None:
-    made = ticket.Ticket("tcp://h:1", "g" * 40, "s" * 40)
+    made = access_token.AccessToken("tcp://h:1", "g" * 40, "s" * 40)
     file = tmp_path / "token"
-    file.write_text(made.text + "\n")
+    file.write_text(made.encoded + "\n")
     file.chmod(0o600)
-    assert ticket.read(made.text) == ticket.read(file) == made and "sss" not in repr(made)
+    assert access_token.read_token(made.encoded) == access_token.read_token(
+        file
+    ) == made and "sss" not in repr(made)
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read"):
-        ticket.read(file)
-    for wrong in (made.text[:-30], "meshrl-token:", str(tmp_path / "none")):
+        access_token.read_token(file)
+    for wrong in (made.encoded[:-30], "meshrl-token:", str(tmp_path / "none")):
         with pytest.raises(ConfigError):
-            ticket.read(wrong)
+            access_token.read_token(wrong)
 
 
 async def test_the_command_line_makes_lists_and_revokes_them(house: House, tmp_path: Path) -> None:
@@ -287,12 +293,14 @@ async def test_the_command_line_makes_lists_and_revokes_them(house: House, tmp_p
     file = tmp_path / "alice.token"
     assert str(file) in said("create", "alice", "--days", "1", "--out", str(file))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert ticket.read(file).secret not in house.file.read_text()  # it has digests of public keys
+    assert (
+        access_token.read_token(file).secret not in house.file.read_text()
+    )  # it has digests of public keys
     async with Client(token=file) as client:
         assert await client.jobs() == []
     with pytest.raises(Refused, match="has a token already"):
         said("create", "alice")
-    assert said("create", "bob").startswith(ticket.BEGINS)
+    assert said("create", "bob").startswith(access_token.TOKEN_PREFIX)
     assert [(t["name"], t["good"]) for t in json.loads(said("list", "--json"))] == [
         ("alice", True),
         ("bob", True),
@@ -312,8 +320,8 @@ import os, sys
 from pathlib import Path
 from meshrl.commands import status as commands
 from meshrl.__main__ import main
-from meshrl.client import checked, remote
-checked.job_file(Path("game/job.toml"), [], None)
+from meshrl.client import job_check, remote_transport
+job_check.load_checked_job(Path("game/job.toml"), [], None)
 os.setgroups([])
 os.setresgid({NOBODY}, {NOBODY}, {NOBODY})
 os.setresuid({NOBODY}, {NOBODY}, {NOBODY})
@@ -360,4 +368,4 @@ async def test_another_user_submits_from_a_directory_of_their_own(
     assert f"submitted game; its run directory is {house.runs / 'game'}" in said
     files = [house.runs / "game", *(house.runs / "game").rglob("*")]
     assert {path.lstat().st_uid for path in files} == {os.geteuid()}
-    assert (await jobs.job(house.state, "game")).run_dir == str(house.runs / "game")
+    assert (await jobs.read_job(house.state, "game")).run_dir == str(house.runs / "game")

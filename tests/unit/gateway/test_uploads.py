@@ -23,15 +23,21 @@ from meshrl.common.api.gateway import (
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, MeshError, NotFound, Overloaded, Refused
 from meshrl.common.job.bundle import bundle_files
-from meshrl.common.job.bundle.arriving import checked_places
+from meshrl.common.job.bundle.bundle_upload import check_config_paths
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.access import ticket
-from meshrl.common.mesh.access.line import Line
+from meshrl.common.mesh.access import access_token
+from meshrl.common.mesh.access.gateway_connection import GatewayConnection
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.state import jobs
-from meshrl.job import bundle, jobfile
-from meshrl.services.gateway.uploads import EACH, INCOMING, Upload, Uploads, config_of
-from meshrl.sim.redis.state import simulated_state
+from meshrl.job import bundle, job_reader
+from meshrl.services.gateway.uploads import (
+    INCOMING_PREFIX,
+    MAX_UPLOADS_PER_TOKEN,
+    Upload,
+    Uploads,
+    parse_config,
+)
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.unit.gateway.conftest import House, forwarded, line_to
 
@@ -40,8 +46,8 @@ class Packed:
     """A job as its sender has it."""
 
     def __init__(self, job: Path, room: Path) -> None:
-        found = jobfile.read(job, [])
-        self.directory, self.document = bundle.pack(found.config, found.base, room)
+        found = job_reader.read_job_file(job, [])
+        self.directory, self.document = bundle.pack_bundle(found.config, found.base, room)
         about = self.document.pop("bundle")
         self.files: dict[str, Any] = about["files"]
         self.digest: str = about["digest"]
@@ -52,9 +58,11 @@ class Packed:
         return BeginUpload(self.document, self.digest, self.files, self.parameters)
 
     def listing(self, files: dict[str, Any]) -> BeginUpload:
-        return BeginUpload(self.document, bundle_files.digest_of(files), files, self.parameters)
+        return BeginUpload(
+            self.document, bundle_files.compute_digest(files), files, self.parameters
+        )
 
-    async def send(self, line: Line, upload: str, *left_out: str) -> None:
+    async def send(self, line: GatewayConnection, upload: str, *left_out: str) -> None:
         for name in self.files.keys() - left_out:
             content = (self.directory / name).read_bytes()
             assert len(content) <= PIECE_BYTES
@@ -67,13 +75,13 @@ def packed(job: Path, tmp_path: Path) -> Packed:
 
 
 @pytest.fixture
-async def line(house: House) -> AsyncIterator[Line]:
+async def line(house: House) -> AsyncIterator[GatewayConnection]:
     async with line_to(house.token()) as found:
         yield found
 
 
 @asynccontextmanager
-async def opened(line: Line, begin: BeginUpload) -> AsyncIterator[UploadOpened]:
+async def opened(line: GatewayConnection, begin: BeginUpload) -> AsyncIterator[UploadOpened]:
     async with aclosing(line.stream(Gateway.upload, begin)) as held:
         yield await anext(held)
 
@@ -83,17 +91,17 @@ async def empty(house: House) -> None:
     async with asyncio.timeout(scaled(20)):
         while list(house.runs.iterdir()):
             await asyncio.sleep(0.02)
-    assert await jobs.jobs(house.state) == []
+    assert await jobs.read_jobs(house.state) == []
 
 
 async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     async with opened(line, packed.begin) as upload:
         await packed.send(line, upload.upload)
         done = await line.call(Gateway.finish, upload.upload)
         assert await line.call(Gateway.finish, upload.upload) == done
-    assert [row.id for row in await jobs.jobs(house.state)] == [done.job] == ["game"]
+    assert [row.id for row in await jobs.read_jobs(house.state)] == [done.job] == ["game"]
     assert sorted(path.name for path in house.runs.iterdir()) == ["game"]
 
 
@@ -116,7 +124,7 @@ async def test_a_whole_bundle_becomes_a_run_and_asking_again_gives_the_same(
     ],
 )
 async def test_no_name_leads_out_of_a_bundle(
-    house: House, line: Line, packed: Packed, name: str
+    house: House, line: GatewayConnection, packed: Packed, name: str
 ) -> None:
     begin = packed.listing(packed.files | {name: [1, "0" * 64]})
     with pytest.raises(Refused, match="is no name of a file in a bundle"):
@@ -126,7 +134,7 @@ async def test_no_name_leads_out_of_a_bundle(
 
 
 async def test_lists_that_contradict_themselves_are_refused(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     twice = packed.files | {"modules/a": [1, "0" * 64], "modules/a/b": [1, "0" * 64]}
     for begin, says in (
@@ -146,7 +154,7 @@ async def test_lists_that_contradict_themselves_are_refused(
 
 
 async def test_a_job_that_names_other_files_or_is_none_is_refused(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     for table, key, value in (
         ("model", "tokenizer", "/etc/passwd"),
@@ -193,13 +201,13 @@ def test_nothing_of_the_meshs_host_is_named(key: str, value: Any) -> None:
     files = {"tokenizer/tokenizer.json": [1, ""], "modules/server.py": [1, ""]}
     document = {"model": {"tokenizer": "tokenizer/tokenizer.json"}} | named
     with pytest.raises(Refused, match=re.escape(key)):
-        checked_places(config_of(document), files)
+        check_config_paths(parse_config(document), files)
 
 
 def test_a_holder_of_a_token_writes_nowhere_with_the_owners_credentials() -> None:
-    document = JobConfig(out="s3://bucket/path").document()
+    document = JobConfig(out="s3://bucket/path").to_document()
     with pytest.raises(Refused, match="with its owner's credentials"):
-        config_of(document)
+        parse_config(document)
 
 
 def test_what_the_bundle_has_is_named_freely() -> None:
@@ -212,11 +220,11 @@ def test_what_the_bundle_has_is_named_freely() -> None:
         "rollout": {"sglang_options": ["--mem-fraction-static=0.5"]},
         "tracking": {"tensorboard": True},
     }
-    checked_places(config_of(document), {name: [1, ""] for name in names})
+    check_config_paths(parse_config(document), {name: [1, ""] for name in names})
 
 
 async def test_bytes_outside_of_what_was_listed_are_refused(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     async with opened(line, packed.begin) as upload:
         name, (size, _) = next(iter(packed.files.items()))
@@ -235,7 +243,7 @@ async def test_bytes_outside_of_what_was_listed_are_refused(
 
 
 async def test_a_truncated_or_altered_bundle_becomes_no_run(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     name = "tokenizer/tokenizer.json"
     async with opened(line, packed.begin) as upload:
@@ -251,7 +259,7 @@ async def test_a_truncated_or_altered_bundle_becomes_no_run(
 
 
 async def test_a_connection_that_is_cut_leaves_nothing(house: House, packed: Packed) -> None:
-    whole = ticket.read(house.token())
+    whole = access_token.read_token(house.token())
     async with (
         forwarded(whole.address) as port,
         line_to(replace(whole, address=port.address)) as line,
@@ -259,14 +267,14 @@ async def test_a_connection_that_is_cut_leaves_nothing(house: House, packed: Pac
         held = line.stream(Gateway.upload, packed.begin)
         upload = await anext(held)
         await packed.send(line, upload.upload, "tokenizer/tokenizer.json")
-        assert [path.name.startswith(INCOMING) for path in house.runs.iterdir()] == [True]
+        assert [path.name.startswith(INCOMING_PREFIX) for path in house.runs.iterdir()] == [True]
         port.cut()
         await empty(house)
         await held.aclose()
 
 
 async def test_what_is_silent_or_whose_token_is_revoked_is_given_up(
-    house: House, line: Line, packed: Packed
+    house: House, line: GatewayConnection, packed: Packed
 ) -> None:
     async with aclosing(line.stream(Gateway.upload, packed.begin)) as held:
         await anext(held)
@@ -276,18 +284,22 @@ async def test_what_is_silent_or_whose_token_is_revoked_is_given_up(
     await empty(house)
 
 
-async def test_a_token_has_few_uploads_at_a_time(house: House, line: Line, packed: Packed) -> None:
-    held = [line.stream(Gateway.upload, packed.begin) for _ in range(EACH + 1)]
-    for one in held[:EACH]:
+async def test_a_token_has_few_uploads_at_a_time(
+    house: House, line: GatewayConnection, packed: Packed
+) -> None:
+    held = [line.stream(Gateway.upload, packed.begin) for _ in range(MAX_UPLOADS_PER_TOKEN + 1)]
+    for one in held[:MAX_UPLOADS_PER_TOKEN]:
         await anext(one)
     with pytest.raises(Overloaded):
-        await anext(held[EACH])
+        await anext(held[MAX_UPLOADS_PER_TOKEN])
     for one in held:
         await one.aclose()
     await empty(house)
 
 
-async def test_an_upload_is_its_tokens_alone(house: House, line: Line, packed: Packed) -> None:
+async def test_an_upload_is_its_tokens_alone(
+    house: House, line: GatewayConnection, packed: Packed
+) -> None:
     async with opened(line, packed.begin) as upload, line_to(house.token("bob")) as other:
         with pytest.raises(NotFound):
             await other.call(Gateway.finish, upload.upload)
@@ -307,16 +319,16 @@ async def test_a_check_that_was_cut_off_may_be_asked_for_again(
 ) -> None:
     known, packed = incoming
     begin = packed.begin
-    async with known.opened("t", begin, 0.0) as upload:
+    async with known.open_upload("t", begin, 0.0) as upload:
         for name in packed.files:
             content = (packed.directory / name).read_bytes()
-            await known.put(upload, name, 0, content)
-        asked = asyncio.create_task(known.check(upload))
+            await known.write_piece(upload, name, 0, content)
+        asked = asyncio.create_task(known.check_complete(upload))
         await asyncio.sleep(0)
         asked.cancel()
         await asyncio.wait([asked])
         assert asked.cancelled()
-        await known.check(upload)
+        await known.check_complete(upload)
 
 
 async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
@@ -328,14 +340,14 @@ async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
     async def submit(upload: Upload) -> SubmittedJob:
         begun.set()
         await answered.wait()  # for the state, as it may be
-        run = known.settle(upload, "game", {}, tmp_path / "store")
+        run = known.create_run(upload, "game", {}, tmp_path / "store")
         return SubmittedJob("game", str(run))
 
     async def sender() -> None:
-        async with known.opened("t", begin, 0.0) as upload:
+        async with known.open_upload("t", begin, 0.0) as upload:
             for name in packed.files:
-                await known.put(upload, name, 0, (packed.directory / name).read_bytes())
-            upload.submission = asyncio.create_task(submit(upload))
+                await known.write_piece(upload, name, 0, (packed.directory / name).read_bytes())
+            upload.submission_task = asyncio.create_task(submit(upload))
             await asyncio.Event().wait()
 
     sending = asyncio.create_task(sender())
@@ -346,13 +358,15 @@ async def test_a_sender_who_leaves_while_it_is_submitted_leaves_a_whole_run(
     await asyncio.wait([sending])
     assert sending.cancelled() and len(known) == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["game"]
-    bundle_files.check(tmp_path / "runs/game/bundle" / begin.digest, packed.files, large=True)
+    bundle_files.check_files(
+        tmp_path / "runs/game/bundle" / begin.digest, packed.files, read_large=True
+    )
 
 
 async def test_what_an_earlier_gateway_left_half_way_is_removed(
     house: House, tmp_path: Path
 ) -> None:
-    left = tmp_path / "runs" / f"{INCOMING}x"
+    left = tmp_path / "runs" / f"{INCOMING_PREFIX}x"
     left.mkdir(parents=True)
     (left / "half").write_text("")
     await Uploads(SystemHost(), tmp_path / "runs").start()
@@ -362,10 +376,10 @@ async def test_what_an_earlier_gateway_left_half_way_is_removed(
 async def test_a_gateway_that_starts_again_meanwhile_has_nothing_of_it(
     packed: Packed, tmp_path: Path
 ) -> None:
-    house = House(tmp_path / "other", simulated_state(SystemClock()))
+    house = House(tmp_path / "other", open_simulated_state(SystemClock()))
     (house.root / "mesh/logs").mkdir(parents=True)
     async with house.open():
-        line = Line(ticket.read(house.token()))
+        line = GatewayConnection(access_token.read_token(house.token()))
         line.open()
         held = line.stream(Gateway.upload, packed.begin)
         upload = await anext(held)

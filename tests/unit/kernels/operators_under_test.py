@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshrl.kernels.ops import BLOCK, cache_shapes
+from meshrl.kernels.ops import BLOCK_TOKENS, get_cache_shapes
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Of an output of about 1: sums in float32; for bf16 the rounding of weights and of the output.
@@ -108,18 +108,18 @@ class Paged:
 
 def paged(case: Attended, spare_blocks: int = 2) -> Paged:
     """The cache, built from its layout's definition, token by token."""
-    needed = [-(-length // BLOCK) for length in case.lengths]
+    needed = [-(-length // BLOCK_TOKENS) for length in case.lengths]
     width = max(needed) + spare_blocks
     chance = torch.Generator().manual_seed(case.seed)
     free = torch.randperm(sum(needed) + 3, generator=chance).tolist()
-    shapes = cache_shapes(len(free), case.kv_heads, case.width, case.dtype)
+    shapes = get_cache_shapes(len(free), case.kv_heads, case.width, case.dtype)
     keys, values = (torch.full(shape, math.nan, dtype=case.dtype) for shape in shapes)
     table = torch.full((len(needed), width), -1, dtype=torch.int32)
     for i, (_, k, v) in enumerate(case.sequences()):
         for t in range(case.lengths[i]):
-            if t % BLOCK == 0:
-                table[i, t // BLOCK] = free.pop()
-            block, at = int(table[i, t // BLOCK]), t % BLOCK
+            if t % BLOCK_TOKENS == 0:
+                table[i, t // BLOCK_TOKENS] = free.pop()
+            block, at = int(table[i, t // BLOCK_TOKENS]), t % BLOCK_TOKENS
             if case.dtype == torch.bfloat16:
                 keys[block, :, :, at] = k[t].view(case.kv_heads, -1, 2)
                 values[block, :, at // 2, :, at % 2] = v[t]

@@ -14,18 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.generation.steps.native import DTYPES
-from meshrl.kernels import build as libraries
-from meshrl.kernels import delta, prebuilt
+from meshrl.common.generation.backends.native import DTYPE_DEFINES
+from meshrl.kernels import delta, prebuilt_libraries
+from meshrl.kernels import library_build as libraries
 from tests.load import scaled
 
 PROGRAM = """
 import sys
 import tempfile
 from pathlib import Path
-from meshrl.kernels import build
-build.SOURCES = Path(sys.argv[1])
-made = build.library("half", *sys.argv[2:])
+from meshrl.kernels import library_build
+library_build.SOURCE_DIRECTORY = Path(sys.argv[1])
+made = library_build.build_library("half", *sys.argv[2:])
 print(made.reason or made.load().half(84), made.path, sep="|")
 """
 SOURCE = """
@@ -40,9 +40,9 @@ MADE_BEFORE = """
 import sys
 import tempfile
 from pathlib import Path
-from meshrl.kernels import build
-build.SOURCES, build.LIBRARIES = Path(sys.argv[1]), (("half", ""),)
-build.for_all_kinds(Path(sys.argv[2]))
+from meshrl.kernels import library_build
+library_build.SOURCE_DIRECTORY, library_build.LIBRARIES = Path(sys.argv[1]), (("half", ""),)
+library_build.build_for_all_processors(Path(sys.argv[2]))
 """
 
 
@@ -139,9 +139,9 @@ def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_
     (tmp_path / "half.cpp").write_text(SOURCE)
     command = [sys.executable, "-c", MADE_BEFORE, str(tmp_path), str(folder)]
     subprocess.run(command, timeout=scaled(100), check=True)
-    assert len(list(folder.glob("half-*.so"))) == len(prebuilt.kinds())
+    assert len(list(folder.glob("half-*.so"))) == len(prebuilt_libraries.list_processor_kinds())
     answer, found = build(tmp_path, SOURCE, str(empty), native=str(folder))
-    if not prebuilt.kinds():
+    if not prebuilt_libraries.list_processor_kinds():
         pytest.skip("none is made for this architecture")
     assert answer == "42" and Path(found).parent == folder
     assert not (tmp_path / "cache").exists()
@@ -153,9 +153,14 @@ def test_a_host_without_a_compiler_loads_what_was_made_for_such_a_processor(tmp_
 
 
 def test_all_libraries_that_anybody_asks_for_can_be_made_before() -> None:
-    asked = {("decoder", define) for define in DTYPES.values()} | {("ops", ""), ("delta", "")}
-    assert asked | {(name, "") for name in libraries.TRAINING} == set(libraries.LIBRARIES)
-    assert {f"{name}.cpp" for name, _ in asked} <= {p.name for p in libraries.SOURCES.iterdir()}
+    asked = {("decoder", define) for define in DTYPE_DEFINES.values()} | {
+        ("ops", ""),
+        ("delta", ""),
+    }
+    assert asked | {(name, "") for name in libraries.TRAINING_LIBRARIES} == set(libraries.LIBRARIES)
+    assert {f"{name}.cpp" for name, _ in asked} <= {
+        p.name for p in libraries.SOURCE_DIRECTORY.iterdir()
+    }
 
 
 def test_a_folder_for_libraries_that_another_user_made_first_is_passed_over(
@@ -167,16 +172,18 @@ def test_a_folder_for_libraries_that_another_user_made_first_is_passed_over(
     taken = tmp_path / f"meshrl-native-{os.getuid()}-0"
     taken.mkdir()
     taken.chmod(0o777)
-    made = libraries.folder()
+    made = libraries.get_cache_directory()
     assert made != taken and made.parent == tmp_path and made.stat().st_mode & 0o777 == 0o700
-    assert libraries.folder() == made
+    assert libraries.get_cache_directory() == made
 
 
 native = pytest.mark.needs("compiler")
 BLOCKS = 1000  # bytes of a block in `rebuilt`: no multiple of what the native code looks at
 
 
-def drawn(elements: int, width: int, share: float, seed: int) -> tuple[delta.Bytes, delta.Bytes]:
+def drawn(
+    elements: int, width: int, share: float, seed: int
+) -> tuple[delta.ByteArray, delta.ByteArray]:
     """Two runs of bytes, of whose elements about a share differ, each in some bit."""
     generator = np.random.default_rng(seed)
     old = generator.integers(0, 256, elements * width, np.uint8)
@@ -188,7 +195,9 @@ def drawn(elements: int, width: int, share: float, seed: int) -> tuple[delta.Byt
     return old, new
 
 
-def rebuilt(old: delta.Bytes, found: delta.Differences, write: Callable[..., int]) -> delta.Bytes:
+def rebuilt(
+    old: delta.ByteArray, found: delta.ElementDifferences, write: Callable[..., int]
+) -> delta.ByteArray:
     """The new run, put together block by block with gaps and values alone."""
     width = found.values.itemsize
     positions = (np.cumsum(found.gaps.astype(np.int64) + 1) - 1).astype(np.uint32)
@@ -201,7 +210,7 @@ def rebuilt(old: delta.Bytes, found: delta.Differences, write: Callable[..., int
 
 CASES = given(
     st.integers(0, 3000),
-    st.sampled_from(delta.WIDTHS),
+    st.sampled_from(delta.ELEMENT_WIDTHS),
     st.sampled_from([0.0, 0.001, 0.03, 0.5, 1.0]),
     st.integers(0, 1 << 30),
 )
@@ -211,9 +220,9 @@ CASES = given(
 @CASES
 def test_plainly(elements: int, width: int, share: float, seed: int) -> None:
     old, new = drawn(elements, width, share, seed)
-    found = delta.plain_differences(old, new, width, elements)
+    found = delta.find_differences_numpy(old, new, width, elements)
     assert found is not None
-    assert (rebuilt(old, found, delta.plain_overwrite) == new).all()
+    assert (rebuilt(old, found, delta.overwrite_elements_numpy) == new).all()
 
 
 @native
@@ -221,21 +230,26 @@ def test_plainly(elements: int, width: int, share: float, seed: int) -> None:
 @CASES
 def test_natively(elements: int, width: int, share: float, seed: int) -> None:
     old, new = drawn(elements, width, share, seed)
-    assert delta.functions() is not None
-    found = delta.differences(old, new, width, elements)
-    plain = delta.plain_differences(old, new, width, elements)
+    assert delta.load_library() is not None
+    found = delta.find_differences(old, new, width, elements)
+    plain = delta.find_differences_numpy(old, new, width, elements)
     assert found is not None and plain is not None
     assert all((a == b).all() and a.dtype == b.dtype for a, b in zip(found, plain, strict=True))
-    assert (rebuilt(old, found, delta.overwrite) == new).all()
+    assert (rebuilt(old, found, delta.overwrite_elements) == new).all()
 
 
 @native
 @settings(max_examples=80)
-@given(st.integers(0, 400), st.sampled_from(delta.WIDTHS), st.integers(0, 400), st.integers(0, 99))
+@given(
+    st.integers(0, 400),
+    st.sampled_from(delta.ELEMENT_WIDTHS),
+    st.integers(0, 400),
+    st.integers(0, 99),
+)
 def test_more_than_are_wanted_are_none(elements: int, width: int, most: int, seed: int) -> None:
     old, new = drawn(elements, width, 0.5, seed)
-    plain = delta.plain_differences(old, new, width, most)
-    assert (delta.differences(old, new, width, most) is None) == (plain is None)
+    plain = delta.find_differences_numpy(old, new, width, most)
+    assert (delta.find_differences(old, new, width, most) is None) == (plain is None)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +260,8 @@ def test_equal_or_incomparable_values_differ_by_their_bits(was: float, now: floa
     old, new = (np.full(100, x, np.float32).view(np.uint8) for x in (was, was))
     new = new.copy()
     new.view(np.float32)[41] = now
-    found = delta.differences(old, new, 4, 100)
-    alike = delta.differences(old, old, 4, 100)
+    found = delta.find_differences(old, new, 4, 100)
+    alike = delta.find_differences(old, old, 4, 100)
     assert found is not None and alike is not None
     assert found.gaps.tolist() == [41] and len(found.values) == 1
     assert alike.gaps.size == 0  # also where nothing is a number
@@ -256,6 +270,6 @@ def test_equal_or_incomparable_values_differ_by_their_bits(was: float, now: floa
 def test_runs_that_do_not_match_are_refused() -> None:
     run = np.zeros(12, np.uint8)
     with pytest.raises(ValueError, match="12 and 8 bytes"):
-        delta.differences(run, run[:8], 4, 3)
+        delta.find_differences(run, run[:8], 4, 3)
     with pytest.raises(ValueError, match="elements of 8"):
-        delta.differences(run, run, 8, 3)
+        delta.find_differences(run, run, 8, 3)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshrl.kernels.backends.cuda import CUDA_SOURCES, NVCC_FLAGS
-from meshrl.kernels.backends.launch import Launchers, splits
+from meshrl.kernels.backends.cuda_launchers import Launchers, choose_num_splits
 from tests.load import scaled
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
@@ -97,7 +97,7 @@ def test_a_query_attends_to_its_sequence(
 def test_context_splits_are_joined(emulated: Launchers, longest: int, dtype: torch.dtype) -> None:
     case = Attended([longest, 0, longest // 3], 2, 1, 32, dtype)
     spare = 70  # blocks, which a bucket's table has room for: several splits, some without tokens
-    assert splits(3, spare, PROCESSORS) > 3
+    assert choose_num_splits(3, spare, PROCESSORS) > 3
     check_paged_decode(emulated, case, spare)
 
 
@@ -119,8 +119,10 @@ def test_lanes_are_gathered_and_written_back(emulated: Launchers) -> None:
 
 
 def test_a_context_is_split_until_the_gpu_is_full_but_not_into_crumbs() -> None:
-    assert splits(groups=1, table_width=4096, processors=132) == 256  # 256 tokens each
-    assert splits(groups=8, table_width=4096, processors=132) == 66
-    assert splits(groups=1000, table_width=4096, processors=132) == 1
-    assert splits(groups=1, table_width=31, processors=132) == 1
-    assert splits(groups=1, table_width=1, processors=132) == 1
+    assert (
+        choose_num_splits(groups=1, table_width=4096, num_multiprocessors=132) == 256
+    )  # 256 tokens each
+    assert choose_num_splits(groups=8, table_width=4096, num_multiprocessors=132) == 66
+    assert choose_num_splits(groups=1000, table_width=4096, num_multiprocessors=132) == 1
+    assert choose_num_splits(groups=1, table_width=31, num_multiprocessors=132) == 1
+    assert choose_num_splits(groups=1, table_width=1, num_multiprocessors=132) == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshrl.kernels.ops.linear_logprob import NARROWEST, linear_logprob
+from meshrl.kernels.ops.linear_logprob import MIN_CHUNK_IDS, linear_logprob
 
 
 def problem(
@@ -76,13 +76,13 @@ def check(
     [(torch.float64, 1e-11), (torch.float32, 1e-4), (torch.bfloat16, 0.05)],
 )
 def test_one_chunk_and_many(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
-    check(17, 3 * NARROWEST + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
+    check(17, 3 * MIN_CHUNK_IDS + 7, 24, dtype, tolerance, temperature=0.7, at_once=at_once)
 
 
 @settings(max_examples=20)
 @given(
     st.integers(1, 6),
-    st.integers(NARROWEST - 1, 2 * NARROWEST + 1),
+    st.integers(MIN_CHUNK_IDS - 1, 2 * MIN_CHUNK_IDS + 1),
     st.sampled_from([0.5, 1.0, 1.7]),
     st.sampled_from([0.1, 1.0, 30.0]),  # nearly uniform, and nearly certain
 )
@@ -95,7 +95,10 @@ def test_whatever_the_sizes_the_temperature_and_the_certainty(
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_absent_ids_have_no_probability_and_no_gradient(at_once: int) -> None:
     """The first range fills a whole chunk; the last ends the vocabulary."""
-    vocab, absent = 3 * NARROWEST + 7, ((0, NARROWEST), (NARROWEST + 3, NARROWEST + 5), (-9, 0))
+    vocab, absent = (
+        3 * MIN_CHUNK_IDS + 7,
+        ((0, MIN_CHUNK_IDS), (MIN_CHUNK_IDS + 3, MIN_CHUNK_IDS + 5), (-9, 0)),
+    )
     ranges = [(a % vocab, b % vocab or vocab) for a, b in absent]
     lost = torch.zeros(vocab, dtype=torch.bool)
     for first, end in ranges:
@@ -118,10 +121,10 @@ def test_absent_ids_have_no_probability_and_no_gradient(at_once: int) -> None:
 
 
 def test_large_logits_do_not_overflow() -> None:
-    check(5, 2 * NARROWEST, 8, torch.float32, 1e-2, at_once=1, scale=100.0)
+    check(5, 2 * MIN_CHUNK_IDS, 8, torch.float32, 1e-2, at_once=1, scale=100.0)
 
 
-@pytest.mark.parametrize("vocab", [4, 2 * NARROWEST])
+@pytest.mark.parametrize("vocab", [4, 2 * MIN_CHUNK_IDS])
 def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab: int) -> None:
     weight = torch.full((vocab, 1), -1e300, dtype=torch.float64)
     weight[1] = weight[3] = 0.0
@@ -134,17 +137,17 @@ def test_tokens_that_cannot_be_sampled_add_nothing_to_the_entropy(vocab: int) ->
 
 def test_no_logits_of_the_whole_vocabulary_are_made() -> None:
     """The largest tensor of either pass is a chunk's, however large the vocabulary."""
-    t, vocab = 64, 20 * NARROWEST
+    t, vocab = 64, 20 * MIN_CHUNK_IDS
     hidden, weight, targets, slope = problem(t, vocab, 8)
     hidden, weight = (x.float().requires_grad_() for x in (hidden, weight))
     with torch.profiler.profile(profile_memory=True) as seen:
-        linear_logprob(hidden, weight, targets, 1.0, t * NARROWEST)[0].backward(slope.float())
+        linear_logprob(hidden, weight, targets, 1.0, t * MIN_CHUNK_IDS)[0].backward(slope.float())
     largest = max(event.cpu_memory_usage for event in seen.events())
     assert 0 < largest < t * vocab * 4 / 4
 
 
 def test_only_what_asks_for_a_gradient_gets_one() -> None:
-    hidden, weight, targets, slope = problem(5, 2 * NARROWEST, 8)
+    hidden, weight, targets, slope = problem(5, 2 * MIN_CHUNK_IDS, 8)
     for at_once in (0, 1):
         leaf = hidden.clone().requires_grad_()
         linear_logprob(leaf, weight, targets, 1.0, at_once)[0].backward(slope)
@@ -152,9 +155,9 @@ def test_only_what_asks_for_a_gradient_gets_one() -> None:
 
 
 @pytest.mark.parametrize("at_once", [0, 1])
-@pytest.mark.parametrize("target", [-1, NARROWEST + 1])
+@pytest.mark.parametrize("target", [-1, MIN_CHUNK_IDS + 1])
 def test_a_target_that_is_no_token_is_refused(at_once: int, target: int) -> None:
-    hidden, weight, targets, _ = problem(3, NARROWEST + 1, 8)
+    hidden, weight, targets, _ = problem(3, MIN_CHUNK_IDS + 1, 8)
     targets[1] = target
     with pytest.raises(IndexError, match="a target is out of range"):
         linear_logprob(hidden, weight, targets, 1.0, at_once)
@@ -162,6 +165,6 @@ def test_a_target_that_is_no_token_is_refused(at_once: int, target: int) -> None
 
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_nothing_trained_gives_nothing(at_once: int) -> None:
-    hidden, weight, targets, _ = problem(0, NARROWEST + 1, 8)
+    hidden, weight, targets, _ = problem(0, MIN_CHUNK_IDS + 1, 8)
     logprobs, entropy = linear_logprob(hidden, weight, targets, 1.0, at_once)
     assert logprobs.shape == entropy.shape == (0,)

@@ -212,7 +212,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, place: int, value: torch
 
 def test_a_cache_holds_float32_or_bfloat16() -> None:
     with pytest.raises(TypeError):
-        ops.cache_shapes(4, 2, 32, torch.float16)
+        ops.get_cache_shapes(4, 2, 32, torch.float16)
 
 
 def test_tensors_may_be_strided() -> None:

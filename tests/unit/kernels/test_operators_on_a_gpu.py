@@ -10,7 +10,7 @@ import torch
 
 from meshrl.kernels import ops
 from meshrl.kernels.backends import cuda
-from meshrl.kernels.ops.linear_logprob import NARROWEST
+from meshrl.kernels.ops.linear_logprob import MIN_CHUNK_IDS
 from tests.unit.kernels import test_linear_logprob, test_varlen
 from tests.unit.kernels.operators_under_test import (
     DTYPES,
@@ -61,7 +61,7 @@ def test_rows_and_logits(dtype: torch.dtype) -> None:
 
 
 def test_a_graph_holds_a_decode_step_and_replays_it_on_new_contents() -> None:
-    keys_shape, values_shape = ops.cache_shapes(64, 2, 64, torch.bfloat16)
+    keys_shape, values_shape = ops.get_cache_shapes(64, 2, 64, torch.bfloat16)
     keys = torch.zeros(keys_shape, dtype=torch.bfloat16, device="cuda")
     values = torch.zeros(values_shape, dtype=torch.bfloat16, device="cuda")
     table = torch.arange(64, dtype=torch.int32, device="cuda").view(2, 32)
@@ -110,5 +110,5 @@ def test_attention_within_a_bin(
 @pytest.mark.parametrize(("dtype", "tolerance"), KINDS)
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_logprobs_from_the_unembedding(dtype: torch.dtype, tolerance: float, at_once: int) -> None:
-    sizes = 17, 3 * NARROWEST + 7, 24
+    sizes = 17, 3 * MIN_CHUNK_IDS + 7, 24
     test_linear_logprob.check(*sizes, dtype, tolerance, 0.7, at_once, device="cuda")

@@ -8,16 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.kernels.cost import BinCost, Calibration, expected
-from meshrl.kernels.packing import STEPS, Round, RoundPacker, makespan, pack_rounds, padded_places
+from meshrl.kernels.bin_cost import BinCost, CostCalibration, estimate_from_flops
+from meshrl.kernels.packing import (
+    SIZES_PER_DOUBLING,
+    Round,
+    RoundPacker,
+    compute_makespan,
+    get_padded_size,
+    pack_rounds,
+)
 
 lengths_of_a_step = st.lists(st.integers(1, 320), max_size=80)
 costs = st.builds(
     BinCost,
-    token=st.sampled_from([0.0, 1.0, 0.01]),
-    square=st.sampled_from([0.0, 1 / 64, 2.0]),
-    bin=st.sampled_from([0.0, 50.0, 5000.0]),
-).filter(lambda cost: cost.token + cost.square > 0)
+    per_token=st.sampled_from([0.0, 1.0, 0.01]),
+    per_square=st.sampled_from([0.0, 1 / 64, 2.0]),
+    per_bin=st.sampled_from([0.0, 50.0, 5000.0]),
+).filter(lambda cost: cost.per_token + cost.per_square > 0)
 some_ranks = st.sampled_from([1, 2, 3, 8])
 
 
@@ -44,11 +51,11 @@ def test_sequences_that_come_bit_by_bit_are_all_packed_too(
     packer, rounds, left = RoundPacker(budget, ranks, cost), [], list(lengths)
     while left:
         count = data.draw(st.integers(1, 20))
-        rounds += packer.add(left[:count])
+        rounds += packer.add_sequences(left[:count])
         left = left[count:]
     rounds += packer.flush()
     is_a_plan(rounds, lengths, budget, ranks)
-    assert packer.flush() == [] and packer.add([]) == []
+    assert packer.flush() == [] and packer.add_sequences([]) == []
 
 
 @given(lengths_of_a_step, some_ranks, costs)
@@ -65,9 +72,9 @@ def test_same_lengths_pack_the_same_way(lengths: list[int], ranks: int, cost: Bi
 def test_small_plans_are_within_a_third_of_the_best(lengths: list[int], cost: BinCost) -> None:
     """Against every way to give six sequences to at most three rounds of two bins: Graham's bound
     for longest processing time first is a third, without budgets."""
-    ours = makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
+    ours = compute_makespan(pack_rounds(lengths, 40, 2, cost), lengths, cost)
     best = min(
-        makespan(rounds, lengths, cost)
+        compute_makespan(rounds, lengths, cost)
         for places in product([0], *repeat(range(6), len(lengths) - 1))  # bins are alike
         if (rounds := rounds_of(places, lengths, 40))
     )
@@ -93,8 +100,10 @@ def long_tail(count: int, seed: int = 0) -> list[int]:
 def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks: int) -> None:
     lengths, cost = long_tail(2048), BinCost(1.0, 1 / 4096, 300.0)
     rounds = pack_rounds(lengths, 16384, ranks, cost)
-    total = sum(map(cost.sequence, lengths))
-    assert makespan(rounds, lengths, cost) <= 1.005 * (total / ranks + len(rounds) * cost.bin)
+    total = sum(map(cost.estimate_sequence, lengths))
+    assert compute_makespan(rounds, lengths, cost) <= 1.005 * (
+        total / ranks + len(rounds) * cost.per_bin
+    )
     assert sum(lengths) >= 0.9 * 16384 * ranks * len(rounds)
 
 
@@ -102,11 +111,11 @@ def test_a_long_tail_is_nearly_level_and_the_bins_are_full(ranks: int) -> None:
 def test_streaming_costs_little(ranks: int) -> None:
     lengths, cost = long_tail(2048, seed=1), BinCost(1.0, 1 / 4096, 300.0)
     packer = RoundPacker(16384, ranks, cost)
-    rounds = [one for i in range(0, 2048, 16) for one in packer.add(lengths[i : i + 16])]
+    rounds = [one for i in range(0, 2048, 16) for one in packer.add_sequences(lengths[i : i + 16])]
     assert len(rounds) * ranks * 16384 > 0.7 * sum(lengths)  # most left early
     rounds += packer.flush()
-    batch = makespan(pack_rounds(lengths, 16384, ranks, cost), lengths, cost)
-    assert makespan(rounds, lengths, cost) <= 1.06 * batch
+    batch = compute_makespan(pack_rounds(lengths, 16384, ranks, cost), lengths, cost)
+    assert compute_makespan(rounds, lengths, cost) <= 1.06 * batch
 
 
 def test_what_is_longer_than_the_budget_lies_beside_others_like_it() -> None:
@@ -124,17 +133,17 @@ def test_nothing_packs_into_nothing_and_an_empty_sequence_is_refused() -> None:
 
 @given(st.integers(1, 1 << 20))
 def test_padded_sizes_hold_the_bin_and_hardly_more(tokens: int) -> None:
-    size = padded_places(tokens)
-    assert tokens <= size < tokens + max(16, tokens / STEPS)
-    assert padded_places(size) == size
+    size = get_padded_size(tokens)
+    assert tokens <= size < tokens + max(16, tokens / SIZES_PER_DOUBLING)
+    assert get_padded_size(size) == size
 
 
 def test_padded_sizes_are_few() -> None:
-    sizes = {padded_places(tokens) for tokens in range(4096, 8192)}
-    assert len(sizes) <= STEPS + 1
+    sizes = {get_padded_size(tokens) for tokens in range(4096, 8192)}
+    assert len(sizes) <= SIZES_PER_DOUBLING + 1
 
 
-TRUTH = BinCost(token=2e-5, square=3e-9, bin=1e-3)  # seconds
+TRUTH = BinCost(per_token=2e-5, per_square=3e-9, per_bin=1e-3)  # seconds
 
 
 def bins(count: int, seed: int = 0) -> Iterator[list[int]]:
@@ -144,76 +153,83 @@ def bins(count: int, seed: int = 0) -> Iterator[list[int]]:
         yield [int(length) for length in lengths]
 
 
-def learned(truth: BinCost, count: int = 300, noise: float = 0.0, seed: int = 0) -> Calibration:
-    calibration = Calibration(expected(300_000, 96, 3), 8192)
+def learned(truth: BinCost, count: int = 300, noise: float = 0.0, seed: int = 0) -> CostCalibration:
+    calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 8192)
     random = np.random.default_rng(seed)
     for lengths in bins(count, seed):
-        calibration.learn(lengths, truth.of(lengths) * np.exp(noise * random.normal()))
+        calibration.add_measurement(
+            lengths, truth.estimate_bin(lengths) * np.exp(noise * random.normal())
+        )
     return calibration
 
 
 def worst_error(cost: BinCost, truth: BinCost) -> float:
-    return max(abs(cost.of(lengths) / truth.of(lengths) - 1) for lengths in bins(100, seed=9))
+    return max(
+        abs(cost.estimate_bin(lengths) / truth.estimate_bin(lengths) - 1)
+        for lengths in bins(100, seed=9)
+    )
 
 
 def test_a_cost_is_linear_and_quadratic_in_lengths_and_nothing_costs_nothing() -> None:
-    cost = BinCost(token=2.0, square=0.5, bin=7.0)
-    assert cost.of([4, 2]) == 7 + 2 * 6 + 0.5 * (16 + 4)
-    assert cost.of([]) == 0
+    cost = BinCost(per_token=2.0, per_square=0.5, per_bin=7.0)
+    assert cost.estimate_bin([4, 2]) == 7 + 2 * 6 + 0.5 * (16 + 4)
+    assert cost.estimate_bin([]) == 0
 
 
 def test_before_the_first_bin_the_prior_holds() -> None:
     prior = BinCost(3, 2, 1)
-    assert Calibration(prior, 100).cost() == prior
+    assert CostCalibration(prior, 100).get_cost() == prior
 
 
 def test_exact_times_are_learned_exactly() -> None:
-    assert worst_error(learned(TRUTH).cost(), TRUTH) < 0.01
+    assert worst_error(learned(TRUTH).get_cost(), TRUTH) < 0.01
 
 
 @pytest.mark.parametrize("truth", [BinCost(1e-5), BinCost(1e-7, 1e-8, 1e-4), BinCost(2e-5, 0, 0.1)])
 def test_whatever_machine_it_is(truth: BinCost) -> None:
-    assert worst_error(learned(truth).cost(), truth) < 0.05
+    assert worst_error(learned(truth).get_cost(), truth) < 0.05
 
 
 def test_noise_averages_out() -> None:
-    assert worst_error(learned(TRUTH, noise=0.1).cost(), TRUTH) < 0.1
+    assert worst_error(learned(TRUTH, noise=0.1).get_cost(), TRUTH) < 0.1
 
 
 def test_no_term_is_ever_negative() -> None:
     for seed in range(5):
-        cost = learned(BinCost(1e-5), count=20, noise=0.5, seed=seed).cost()
-        assert min(cost.token, cost.square, cost.bin) >= 0 and cost.of([100]) > 0
+        cost = learned(BinCost(1e-5), count=20, noise=0.5, seed=seed).get_cost()
+        assert (
+            min(cost.per_token, cost.per_square, cost.per_bin) >= 0 and cost.estimate_bin([100]) > 0
+        )
 
 
 @pytest.mark.parametrize("times", [0.1, 2, 10])
 def test_a_machine_that_changes_is_learned_again(times: float) -> None:
     calibration = learned(TRUTH)
-    slower = BinCost(times * TRUTH.token, times * TRUTH.square, times * TRUTH.bin)
+    slower = BinCost(times * TRUTH.per_token, times * TRUTH.per_square, times * TRUTH.per_bin)
     for lengths in bins(600, seed=3):
-        calibration.learn(lengths, slower.of(lengths))
-    assert worst_error(calibration.cost(), slower) < 0.05
+        calibration.add_measurement(lengths, slower.estimate_bin(lengths))
+    assert worst_error(calibration.get_cost(), slower) < 0.05
 
 
 def test_a_bin_that_was_held_up_teaches_nothing() -> None:
     calibration = learned(TRUTH)
-    before = calibration.cost()
-    calibration.learn([500, 40], 50 * TRUTH.of([500, 40]))
-    assert calibration.cost() == before
+    before = calibration.get_cost()
+    calibration.add_measurement([500, 40], 50 * TRUTH.estimate_bin([500, 40]))
+    assert calibration.get_cost() == before
 
 
 def test_bins_that_are_all_alike_keep_the_estimate_finite_and_right_for_them() -> None:
-    calibration = Calibration(expected(300_000, 96, 3), 2560)
+    calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 2560)
     for _ in range(5000):
-        calibration.learn([100] * 20, 0.05)
-    assert calibration.cost().of([100] * 20) == pytest.approx(0.05, rel=1e-3)
-    calibration.learn([100] * 10, 0.03)
-    assert calibration.cost().of([100] * 10) == pytest.approx(0.03, rel=0.2)
+        calibration.add_measurement([100] * 20, 0.05)
+    assert calibration.get_cost().estimate_bin([100] * 20) == pytest.approx(0.05, rel=1e-3)
+    calibration.add_measurement([100] * 10, 0.03)
+    assert calibration.get_cost().estimate_bin([100] * 10) == pytest.approx(0.03, rel=0.2)
 
 
 def test_a_first_bin_that_compiled_something_is_forgotten() -> None:
-    calibration = Calibration(expected(300_000, 96, 3), 8192)
-    calibration.learn([100, 200], 10.0)
+    calibration = CostCalibration(estimate_from_flops(300_000, 96, 3), 8192)
+    calibration.add_measurement([100, 200], 10.0)
     for lengths in bins(40, seed=4):
-        calibration.learn(lengths, TRUTH.of(lengths))
-    assert worst_error(calibration.cost(), TRUTH) < 0.1
+        calibration.add_measurement(lengths, TRUTH.estimate_bin(lengths))
+    assert worst_error(calibration.get_cost(), TRUTH) < 0.1

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import meshrl.kernels.ops.pointwise as pointwise
-from meshrl.common.model.network.pointwise import PLAIN, Pointwise
-from meshrl.kernels.build import library
-from meshrl.kernels.ops.pointwise import Fused
+from meshrl.common.model.network.pointwise import TORCH_POINTWISE, PointwiseOps
+from meshrl.kernels.library_build import build_library
+from meshrl.kernels.ops.pointwise import FusedPointwise
 
 EPS = 1e-6
-FUSED = Fused(PLAIN)
+FUSED = FusedPointwise(TORCH_POINTWISE)
 CLOSE = 4e-6  # of the largest number of a result: some dozens of float32's roundings
 native = pytest.mark.needs("compiler")
 
@@ -53,7 +53,11 @@ def check(compute: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
     """`compute(operators, *inputs)`, fused in float32 and plain in float64. Where terms cancel,
     float32 has few digits whoever adds them: the error may be some times PyTorch's own in it.
     """
-    kinds = (Fused(Refusing()), torch.float32), (PLAIN, torch.float32), (PLAIN, torch.float64)
+    kinds = (
+        (FusedPointwise(Refusing()), torch.float32),
+        (TORCH_POINTWISE, torch.float32),
+        (TORCH_POINTWISE, torch.float64),
+    )
     runs = [results(lambda *x, o=o: compute(o, *x), inputs, dtype) for o, dtype in kinds]
     for found, usual, exact in zip(*runs, strict=True):
         assert found.shape == exact.shape and found.dtype == torch.float32
@@ -66,11 +70,11 @@ def check(compute: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
 
 
 def heads_of(
-    operators: Pointwise, counts: tuple[int, int], cos: Tensor, sin: Tensor
+    operators: PointwiseOps, counts: tuple[int, int], cos: Tensor, sin: Tensor
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     def compute(qkv: Tensor, *norms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         there = cos.to(qkv), sin.to(qkv)
-        return operators.heads(
+        return operators.split_norm_rotate_heads(
             qkv, *there, counts, cast(tuple[Tensor, Tensor], norms) if norms else None, EPS
         )
 
@@ -98,7 +102,7 @@ def test_swiglu(rows: int, size: int) -> None:
 @settings(max_examples=60)
 @given(st.integers(0, 140), st.integers(1, 150))
 def test_norms(rows: int, size: int) -> None:
-    check(lambda o, x, weight: o.normed(x, weight, EPS), drawn(rows, size), drawn(size, seed=1))
+    check(lambda o, x, weight: o.rms_norm(x, weight, EPS), drawn(rows, size), drawn(size, seed=1))
 
 
 @native
@@ -116,7 +120,7 @@ def test_heads(rows: int, counts: tuple[int, int], width: int, normed: bool) -> 
 @native
 def test_any_leading_shape() -> None:
     check(lambda o, x: o.swiglu(x), drawn(3, 5, 24))
-    check(lambda o, x, w: o.normed(x, w, EPS), drawn(3, 5, 24), drawn(24, seed=1))
+    check(lambda o, x, w: o.rms_norm(x, w, EPS), drawn(3, 5, 24), drawn(24, seed=1))
     cos, sin = angles(3, 5, width=16)
     check(lambda o, x: heads_of(o, (2, 1), cos, sin)(x), drawn(3, 5, 64))
 
@@ -125,9 +129,9 @@ def test_any_leading_shape() -> None:
 def test_a_weight_that_thousands_of_rows_share_keeps_its_digits() -> None:
     x, slope = drawn(20_000, 16) + 1.0, torch.ones(20_000, 16, dtype=torch.float64)
     found = []
-    for operators, dtype in ((FUSED, torch.float32), (PLAIN, torch.float64)):
+    for operators, dtype in ((FUSED, torch.float32), (TORCH_POINTWISE, torch.float64)):
         weight = torch.ones(16, dtype=dtype, requires_grad=True)
-        operators.normed(x.to(dtype), weight, EPS).backward(slope.to(dtype))
+        operators.rms_norm(x.to(dtype), weight, EPS).backward(slope.to(dtype))
         assert weight.grad is not None
         found.append(weight.grad.double())
     torch.testing.assert_close(*found, rtol=2e-6, atol=0)
@@ -139,12 +143,12 @@ def test_what_is_not_contiguous_is_read_where_it_lies() -> None:
     part = wide[:, ::2]
     assert torch.equal(FUSED.swiglu(part), FUSED.swiglu(part.contiguous()))
     weight = drawn(50).float()
-    assert torch.equal(FUSED.normed(part, weight, EPS), FUSED.normed(part.clone(), weight, EPS))
+    assert torch.equal(FUSED.rms_norm(part, weight, EPS), FUSED.rms_norm(part.clone(), weight, EPS))
     table = torch.cat(angles(7, width=10), 1).float()  # cosines and sines of a token together
     cos, sin = table[:, :1], table[:, 1:]
-    together = FUSED.heads(part, cos, sin, (3, 1), None, EPS)
-    apart = FUSED.heads(part.clone(), cos.clone(), sin.clone(), (3, 1), None, EPS)
-    mixed = FUSED.heads(part, cos, sin.clone(), (3, 1), None, EPS)
+    together = FUSED.split_norm_rotate_heads(part, cos, sin, (3, 1), None, EPS)
+    apart = FUSED.split_norm_rotate_heads(part.clone(), cos.clone(), sin.clone(), (3, 1), None, EPS)
+    mixed = FUSED.split_norm_rotate_heads(part, cos, sin.clone(), (3, 1), None, EPS)
     for one, *others in zip(together, apart, mixed, strict=True):
         assert all(torch.equal(one, other) for other in others)
 
@@ -152,9 +156,9 @@ def test_what_is_not_contiguous_is_read_where_it_lies() -> None:
 @native
 def test_gradients_that_reach_only_some_results() -> None:
     cos, sin = (tensor.float() for tensor in angles(6, width=16))
-    for operators in (Fused(Refusing()), PLAIN):
+    for operators in (FusedPointwise(Refusing()), TORCH_POINTWISE):
         leaf = drawn(6, 64).float().requires_grad_()
-        q, _, v = operators.heads(leaf, cos, sin, (2, 1), None, EPS)
+        q, _, v = operators.split_norm_rotate_heads(leaf, cos, sin, (2, 1), None, EPS)
         v.transpose(0, 1).sum().backward()
         assert leaf.grad is not None
         assert not leaf.grad[:, :48].any() and (leaf.grad[:, 48:] == 1).all()
@@ -164,20 +168,20 @@ def test_gradients_that_reach_only_some_results() -> None:
 @native
 @pytest.mark.parametrize("wanted", [(True, False), (False, True)])
 def test_only_the_gradients_that_are_wanted_are_made(wanted: tuple[bool, bool]) -> None:
-    def gradients(operators: Pointwise, dtype: torch.dtype) -> list[Tensor | None]:
+    def gradients(operators: PointwiseOps, dtype: torch.dtype) -> list[Tensor | None]:
         x, weight = drawn(40, 24).to(dtype), drawn(24, seed=1).to(dtype)
         x.requires_grad_(wanted[0])
         weight.requires_grad_(wanted[1])
-        operators.normed(x, weight, EPS).square().sum().backward()
+        operators.rms_norm(x, weight, EPS).square().sum().backward()
         cos, sin = (tensor.to(dtype) for tensor in angles(40, width=6))
         norms = weight.detach()[:6].clone().requires_grad_(wanted[0]), weight.detach()[6:12].clone()
         norms[1].requires_grad_(wanted[1])
-        outs = operators.heads(x.detach(), cos, sin, (2, 1), norms, EPS)
+        outs = operators.split_norm_rotate_heads(x.detach(), cos, sin, (2, 1), norms, EPS)
         cast(Tensor, sum(out.square().sum() for out in outs)).backward()
         return [tensor.grad for tensor in (x, weight, *norms)]
 
-    found = gradients(Fused(Refusing()), torch.float32)
-    expected = gradients(PLAIN, torch.float64)
+    found = gradients(FusedPointwise(Refusing()), torch.float32)
+    expected = gradients(TORCH_POINTWISE, torch.float64)
     assert [g is None for g in found] == [g is None for g in expected]
     assert [g is not None for g in found] == [*wanted, *wanted]
     for one, other in zip(found, expected, strict=True):
@@ -196,7 +200,7 @@ def test_gates_far_from_zero_saturate_and_what_is_no_number_stays_none() -> None
     assert out[7].isnan() and leaf.grad[7].isnan()
     assert (leaf.grad[4:7] == 1).all() and leaf.grad[:3].abs().max() < 1e-19
     row = torch.full((1, 20), torch.nan)
-    assert FUSED.normed(row, torch.ones(20), EPS).isnan().all()
+    assert FUSED.rms_norm(row, torch.ones(20), EPS).isnan().all()
 
 
 @native
@@ -205,7 +209,7 @@ def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_
         runs = [check_heads(50, (3, 1), 32, normed) for _ in range(2)]
         assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
     x, weight = drawn(50, 40).float(), drawn(40, seed=1).float()
-    assert torch.equal(FUSED.normed(x, weight, EPS)[7:9], FUSED.normed(x[7:9], weight, EPS))
+    assert torch.equal(FUSED.rms_norm(x, weight, EPS)[7:9], FUSED.rms_norm(x[7:9], weight, EPS))
     assert torch.equal(FUSED.swiglu(x)[7:9], FUSED.swiglu(x[7:9]))
 
 
@@ -213,20 +217,24 @@ def test_results_are_the_same_to_the_last_bit_and_of_a_row_whatever_lies_beside_
 def test_other_types_go_the_plain_way(dtype: torch.dtype) -> None:
     x, weight = drawn(9, 64).to(dtype), drawn(64, seed=1).to(dtype)
     cos, sin = (tensor.to(dtype) for tensor in angles(9, width=16))
-    assert torch.equal(FUSED.swiglu(x), PLAIN.swiglu(x))
-    assert torch.equal(FUSED.normed(x, weight, EPS), PLAIN.normed(x, weight, EPS))
+    assert torch.equal(FUSED.swiglu(x), TORCH_POINTWISE.swiglu(x))
+    assert torch.equal(FUSED.rms_norm(x, weight, EPS), TORCH_POINTWISE.rms_norm(x, weight, EPS))
     arguments = x, cos, sin, (2, 1), (weight[:16], weight[16:32]), EPS
-    pairs = zip(FUSED.heads(*arguments), PLAIN.heads(*arguments), strict=True)
+    pairs = zip(
+        FUSED.split_norm_rotate_heads(*arguments),
+        TORCH_POINTWISE.split_norm_rotate_heads(*arguments),
+        strict=True,
+    )
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
 def test_without_a_compiler_all_go_the_plain_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    library.cache_clear()
-    pointwise._functions.cache_clear()
+    build_library.cache_clear()
+    pointwise._load_library.cache_clear()
     try:
         x = drawn(9, 64).float()
-        assert torch.equal(FUSED.swiglu(x), PLAIN.swiglu(x))
+        assert torch.equal(FUSED.swiglu(x), TORCH_POINTWISE.swiglu(x))
     finally:
-        library.cache_clear()
-        pointwise._functions.cache_clear()
+        build_library.cache_clear()
+        pointwise._load_library.cache_clear()

@@ -50,7 +50,7 @@ def compiled(kernel, signature, constants, **options):
 
 
 for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-    tile = triton_kernels.tile(64, dtype)
+    tile = triton_kernels.choose_tile(64, dtype)
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     wide = dtype == torch.float32
     signature = {
@@ -67,7 +67,7 @@ for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
     assert ("wgmma" in built.asm["ptx"]) == (not wide)  # bfloat16 runs on the tensor cores
     signature = {"logits": pointer, "tokens": "*i64", "temperature": "*fp32", "out": "*fp32"}
     signature["vocab"] = "i32"
-    constants = {"AT_ONCE": triton_kernels.LOGITS_AT_ONCE}
+    constants = {"AT_ONCE": triton_kernels.LOGITS_PER_STEP}
     assert compiled(triton_kernels.logprob_kernel, signature, constants, num_warps=8).asm["cubin"]
 """
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshrl.kernels.ops.varlen import VarlenAttention, bucketed
+from meshrl.kernels.ops.varlen import VarlenAttention, group_by_length
 
 CPU = torch.device("cpu")
 # Around the borders of blocks (16 queries) and of chunks (128 keys), and none at all.
@@ -213,7 +213,7 @@ def test_a_bin_without_sequences_is_all_padding() -> None:
 
 @given(st.lists(st.integers(0, 400), max_size=200))
 def test_buckets_hold_every_sequence_once_and_are_few(lengths: list[int]) -> None:
-    buckets = bucketed(np.array(lengths, np.int64))
+    buckets = group_by_length(np.array(lengths, np.int64))
     members = sorted(int(i) for bucket in buckets for i in bucket)
     assert members == [i for i, length in enumerate(lengths) if length]
     assert len(buckets) <= 32 and all(len(b) >= min(8, len(members)) for b in buckets)

@@ -12,7 +12,7 @@ from loadtests.conformance.__main__ import offenders, rates
 from loadtests.conformance.judge import Verdict
 from loadtests.conformance.rows import ALL, edited, graded
 from meshrl.common.api.sandbox import OK, RAISED, UNSUPPORTED
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.outcomes import CallResult
 
 SLICE = ALL[::20]
 
@@ -59,15 +59,15 @@ def test_the_judge_tells_a_right_solution_from_a_wrong_one() -> None:
 def test_rates_count_what_is_wrongly_paid_or_not_paid_among_what_is_graded() -> None:
     one, other, third = ALL[:3]
     judged = {(row.name, which): Verdict(1, 1) for row in ALL[:3] for which in row.solutions}
-    full, half = Answer(OK, 1.0, ""), Answer(OK, 0.5, "")
+    full, half = CallResult(OK, 1.0, ""), CallResult(OK, 0.5, "")
     answers = {
         (one.name, "right"): half,
         (one.name, "wrong1"): full,
         (one.name, "wrong2"): half,
         (other.name, "right"): full,
-        (other.name, "wrong1"): Answer(RAISED, None, "?"),
-        (other.name, "wrong2"): Answer(OK, 0.25, ""),
-        **{(third.name, which): Answer(UNSUPPORTED, None, "mock") for which in third.solutions},
+        (other.name, "wrong1"): CallResult(RAISED, None, "?"),
+        (other.name, "wrong2"): CallResult(OK, 0.25, ""),
+        **{(third.name, which): CallResult(UNSUPPORTED, None, "mock") for which in third.solutions},
     }
     assert rates(ALL[:3], answers, judged) == {
         "rows": 3,

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from loadtests.history.checking import check
-from meshrl.common.records.ledger import HEADER, Kind, frame, trajectory_id
-from meshrl.common.records.token_record import TokenRows
+from meshrl.common.records.ledger import HEADER, RecordKind, encode_record, make_trajectory_id
+from meshrl.common.records.token_records import TokenRows
 from meshrl.common.state.events import Event
-from meshrl.common.state.lifecycle.accounting import WRONG
-from meshrl.view.history.belonging import Belonging
-from meshrl.view.recording.audit import audit, show
+from meshrl.common.state.job_lifecycle.trajectory_accounting import VIOLATIONS
+from meshrl.view.history.job_events import JobEventFilter
+from meshrl.view.recording.audit import audit_run, print_audit
 
 SAMPLES = 2
 Told = list[tuple[str, dict[str, Any]]]
@@ -86,16 +86,16 @@ def run(tmp_path: Path) -> Callable[[Told], Path]:
 
 
 def records(group: int) -> bytes:
-    ids = np.array([trajectory_id(group, member) for member in range(SAMPLES)])
+    ids = np.array([make_trajectory_id(group, member) for member in range(SAMPLES)])
     tokens = np.arange(SAMPLES, dtype=np.int32)
     rows = TokenRows(ids, np.ones(SAMPLES, np.int32), tokens, np.zeros(SAMPLES, np.float32), tokens)
     text = "a long turn " * 40  # is compressed
     return b"".join(
-        frame(kind, payload)
+        encode_record(kind, payload)
         for kind, payload in (
-            (Kind.OPEN, [group, 0, 0, 0, [1, 2]]),
-            (Kind.TOKENS, rows),
-            (Kind.TURN, [int(ids[0]), text]),
+            (RecordKind.OPEN, [group, 0, 0, 0, [1, 2]]),
+            (RecordKind.TOKENS, rows),
+            (RecordKind.TURN, [int(ids[0]), text]),
         )
     )
 
@@ -108,11 +108,11 @@ def test_a_history_that_is_right_has_the_account_that_audit_gives(
     segment.write_bytes(HEADER + records(1_000_000_002) + records(3)[:-5])
     found = check(there)
     assert found["problems"] == []
-    assert audit(there).items() <= found.items()
+    assert audit_run(there).items() <= found.items()
     assert (found["in_flight"], found["trained"], found["lineage"]) == (2, 4, 1)
     (there / "in_flight.json").unlink()  # as after a crash: the ledger tells what is in flight
-    assert audit(there).items() <= check(there).items()
-    assert check(there)["problems"] == [] and show(there, as_json=True) == 0
+    assert audit_run(there).items() <= check(there).items()
+    assert check(there)["problems"] == [] and print_audit(there, as_json=True) == 0
     program = [sys.executable, "-m", "loadtests.history", str(there)]
     assert json.loads(subprocess.check_output(program)) == check(there)
 
@@ -140,14 +140,14 @@ def test_an_older_checkpoint_loses_nothing_unseen(run: Callable[[Told], Path]) -
     there = run(back_behind_a_checkpoint())
     found = check(there)
     assert found["problems"] == []
-    assert audit(there).items() <= found.items()
+    assert audit_run(there).items() <= found.items()
     terms = ("trained", "host_lost", "typed_drops", "in_flight", "lost")
     assert [found[term] for term in terms] == [4, 4, 2, 2, 0]
     (there / "in_flight.json").unlink()
-    assert audit(there).items() <= check(there).items()
+    assert audit_run(there).items() <= check(there).items()
     told = back_behind_a_checkpoint()
     told[-4][1]["host_lost"] = 2
-    assert check(run(told))["lost"] == audit(run(told))["lost"] == 2
+    assert check(run(told))["lost"] == audit_run(run(told))["lost"] == 2
 
 
 IDS = 1_000_000_000
@@ -164,10 +164,10 @@ def test_a_history_that_cannot_be_is_refused_by_both(
     run: Callable[[Told], Path], what: str
 ) -> None:
     there = run(DOCTORED[what](right()))
-    found, audited = check(there), audit(there)
-    assert found["problems"] and show(there, as_json=True) == 1
-    assert found[what] and {key: found[key] for key in WRONG} == {
-        key: audited[key] for key in WRONG
+    found, audited = check(there), audit_run(there)
+    assert found["problems"] and print_audit(there, as_json=True) == 1
+    assert found[what] and {key: found[key] for key in VIOLATIONS} == {
+        key: audited[key] for key in VIOLATIONS
     }
 
 
@@ -214,11 +214,11 @@ def test_two_jobs_in_one_stream_have_each_its_own_account(tmp_path: Path, seed: 
             Event(f"{n * 60_000}-0", n * 60_000, kind, fields | ({"job": name} if name else {}))
         )
     for job, alone in told.items():
-        there, belonging = tmp_path / job, Belonging(job)
-        write(there, job, [event for event in stream if belonging.takes(event)])
+        there, belonging = tmp_path / job, JobEventFilter(job)
+        write(there, job, [event for event in stream if belonging.accept(event)])
         found = check(there)
         assert found["problems"] == []
-        assert audit(there).items() <= found.items()
+        assert audit_run(there).items() <= found.items()
         write(tmp_path / "alone", job, numbered(alone, job))
         assert found == check(tmp_path / "alone")
 
@@ -234,7 +234,7 @@ def test_groups_that_were_opened_as_the_job_was_paused_are_not_lost(tmp_path: Pa
     write(tmp_path, "j", [*events, leads], clean=False)
     (tmp_path / "ledger/shard-0").mkdir(parents=True, exist_ok=True)
     (tmp_path / "ledger/shard-0/1-1.ledger").write_bytes(HEADER + records(IDS + 2))
-    assert check(tmp_path)["lost"] == audit(tmp_path)["lost"] == 0
+    assert check(tmp_path)["lost"] == audit_run(tmp_path)["lost"] == 0
     goes_on = Event(f"{late - 300_000}-0", late - 300_000, "admission", {"job": "j", "held": ""})
     write(tmp_path, "j", [*events, goes_on, leads], clean=False)
-    assert check(tmp_path)["lost"] == audit(tmp_path)["lost"] == SAMPLES
+    assert check(tmp_path)["lost"] == audit_run(tmp_path)["lost"] == SAMPLES

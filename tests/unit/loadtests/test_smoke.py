@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from loadtests.measuring.entry import flat
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
 from tests.load import scaled
 from tests.unit.loadtests.benchmarks_page import documented
 from tests.unit.loadtests.smoke_forms import LACKING, SMOKES, Smoke
@@ -86,7 +86,7 @@ def printed(words: list[str], folder: Path) -> dict[str, Any]:
 
     A load test may end with 1, as its figures are worth nothing at these sizes.
     """
-    unset = (*UNSET, NURSERY_ENV) if words[0].startswith(OWN_NURSERY) else UNSET
+    unset = (*UNSET, FORK_SERVER_ENV) if words[0].startswith(OWN_NURSERY) else UNSET
     environment = {k: v for k, v in os.environ.items() if k not in unset}
     environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     run = subprocess.run(

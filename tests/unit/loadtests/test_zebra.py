@@ -14,9 +14,9 @@ def test_all_arms_compute_as_many_sequences() -> None:
     chosen = {arm.name: arm for arm in arms(setting)}
     assert chosen.keys() == {"zebra", "free", "distep", "ep", "asymmetric"}
     for arm in chosen.values():
-        assert arm.division.bins * arm.rounds == COUNT * MICROS, arm
-    assert chosen["ep"].division.hosted == (6,) * 8
-    kept = [24 - COUNT * hosted for hosted in chosen["asymmetric"].division.hosted]
+        assert arm.division.bins_per_round * arm.rounds == COUNT * MICROS, arm
+    assert chosen["ep"].division.hosted_experts == (6,) * 8
+    kept = [24 - COUNT * hosted for hosted in chosen["asymmetric"].division.hosted_experts]
     assert all(0 <= some < 24 and some % COUNT == 0 for some in kept)
 
 

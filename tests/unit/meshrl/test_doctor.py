@@ -21,13 +21,13 @@ from meshrl.cli import app
 from meshrl.commands import doctor, engines
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig
-from meshrl.common.job.schema import JOB
-from meshrl.common.mesh.process.interpreters import home, interpreter
-from meshrl.job import jobfile
-from meshrl.job.checks.machine import devices
-from meshrl.job.loaded import at
-from meshrl.launch.up_down import MESH, MeshFile
-from meshrl.starter.creating import EXAMPLES, FILES, GAME
+from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.common.mesh.process.engine_environments import locate_environment, locate_python
+from meshrl.job import job_reader
+from meshrl.job.checks.host import devices
+from meshrl.job.job_file import get_value
+from meshrl.job_template.job_creation import EXAMPLE_MODULES, GAME_DIR, GAME_FILES
+from meshrl.launch.up_down import MESH_SCHEMA, MeshFile
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 from tests.sglang.interpreter import python
@@ -70,7 +70,7 @@ def test_with_a_compiler_they_take_the_native_ones(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.needs("compiler")
-@pytest.mark.skipif(devices.built_for_cuda(), reason="this torch has CUDA")
+@pytest.mark.skipif(devices.is_torch_built_for_cuda(), reason="this torch has CUDA")
 def test_gpus_are_listed_and_the_path_that_decoding_takes_on_them(
     tmp_path: Path, gpus: Gpus
 ) -> None:
@@ -85,7 +85,7 @@ def test_gpus_are_listed_and_the_path_that_decoding_takes_on_them(
 
 
 ROOT = Path(__file__).parents[3]
-KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
+KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
 
 
 @pytest.mark.rotating(3)
@@ -94,14 +94,16 @@ def test_every_key_of_a_job_file_is_documented_with_its_default(key: str) -> Non
     text = (ROOT / "docs/job-file.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
     assert row, f"{key} is not in docs/job-file.md"
-    assert row.group(1) == json.dumps(at(JobConfig(), key))
+    assert row.group(1) == json.dumps(get_value(JobConfig(), key))
 
 
-@pytest.mark.parametrize("key", [k for k, kind in MESH.kinds.items() if not is_dataclass(kind)])
+@pytest.mark.parametrize(
+    "key", [k for k, kind in MESH_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
+)
 def test_every_key_of_a_mesh_toml_is_documented_with_its_default(key: str) -> None:
     text = (ROOT / "docs/operations.md").read_text()
     row = re.search(rf"^\| `{re.escape(key)}` \| `(.*?)` \|", text, re.MULTILINE)
-    assert row and row.group(1) == json.dumps(at(MeshFile(), key))
+    assert row and row.group(1) == json.dumps(get_value(MeshFile(), key))
 
 
 def test_no_document_names_a_key_that_is_not_there() -> None:
@@ -153,31 +155,31 @@ def environment(place: Path, version: str) -> Path:
     package.mkdir(parents=True)
     (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
     (place / "bin").mkdir()
-    interpreter(place).symlink_to(sys.executable)
+    locate_python(place).symlink_to(sys.executable)
     return place
 
 
 def test_an_unknown_engine_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vllm"):
-        engines.install("vllm", tmp_path)
+        engines.install_engine("vllm", tmp_path)
 
 
 def test_our_own_environment_is_never_installed_into() -> None:
     with pytest.raises(ConfigError, match="own environment"):
-        engines.install("sglang", Path(sys.prefix))
+        engines.install_engine("sglang", Path(sys.prefix))
 
 
 def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("important")
     with pytest.raises(ConfigError, match="not empty"):
-        engines.install("sglang", tmp_path)
+        engines.install_engine("sglang", tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_the_right_version_is_found_and_nothing_is_done(tmp_path: Path) -> None:
-    place = environment(tmp_path / "sglang", engines.PACKAGES["sglang"])
-    assert engines.install("sglang", place) == place / "bin/python"
-    assert engines.installed(tmp_path, "sglang") == ""
+    place = environment(tmp_path / "sglang", engines.ENGINE_VERSIONS["sglang"])
+    assert engines.install_engine("sglang", place) == place / "bin/python"
+    assert engines.find_installed_version(tmp_path, "sglang") == ""
 
 
 @pytest.mark.deep
@@ -185,12 +187,12 @@ def test_it_is_looked_for_below_a_folder_of_the_users_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_ENGINES", str(tmp_path))
-    assert home("sglang") == tmp_path / "sglang"
-    lines = {line.what: line for line in doctor.examine()}
+    assert locate_environment("sglang") == tmp_path / "sglang"
+    lines = {line.subject: line for line in doctor.run_checks()}
     assert lines["sglang"].level == doctor.NOTE and "engine install" in lines["sglang"].fix
-    environment(home("sglang"), "0.5.23")
-    lines = {line.what: line for line in doctor.examine()}
-    assert lines["sglang"].level == doctor.OK and "0.5.23" in lines["sglang"].found
+    environment(locate_environment("sglang"), "0.5.23")
+    lines = {line.subject: line for line in doctor.run_checks()}
+    assert lines["sglang"].level == doctor.OK and "0.5.23" in lines["sglang"].detail
 
 
 @pytest.mark.needs("sglang")
@@ -225,19 +227,19 @@ def init(directory: Path) -> tuple[int, str]:
 def test_a_new_job_is_valid_and_called_as_its_directory(tmp_path: Path) -> None:
     code, said = init(tmp_path / "mine")
     assert code == 0 and f"meshrl run {tmp_path / 'mine/job.toml'}" in said
-    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == sorted(FILES)
-    config, _ = jobfile.load(tmp_path / "mine/job.toml", [])
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == sorted(GAME_FILES)
+    config, _ = job_reader.load_config(tmp_path / "mine/job.toml", [])
     assert config.name == "mine"
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", EXAMPLE_MODULES)
 def test_an_example_is_a_job_of_its_own(tmp_path: Path, example: str) -> None:
     found = CliRunner().invoke(app, ["init", str(tmp_path / "own"), "--example", example])
     assert found.exit_code == 0 and f"meshrl run {tmp_path / 'own'}/{example}.toml" in found.output
-    config, _ = jobfile.load(tmp_path / "own" / f"{example}.toml", [])
+    config, _ = job_reader.load_config(tmp_path / "own" / f"{example}.toml", [])
     assert config.name == "own"
     known = {path.stem for path in (ROOT / "examples").glob("*.toml")}
-    assert known == set(EXAMPLES), "each example can be asked for"
+    assert known == set(EXAMPLE_MODULES), "each example can be asked for"
 
 
 def test_an_example_that_there_is_not_is_said(tmp_path: Path) -> None:
@@ -261,15 +263,15 @@ def test_nothing_is_overwritten_and_a_bad_name_is_said(tmp_path: Path) -> None:
 
 
 def test_its_script_writes_the_files_that_come_with_it(tmp_path: Path) -> None:
-    shutil.copy(GAME / "game.py", tmp_path)
+    shutil.copy(GAME_DIR / "game.py", tmp_path)
     runpy.run_path(str(tmp_path / "game.py"), run_name="__main__")
     for name in ("train.jsonl", "held_out.jsonl", "tokenizer.json"):
-        assert (tmp_path / name).read_bytes() == (GAME / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (GAME_DIR / name).read_bytes()
 
 
 def test_games_are_won_by_halving_and_rewarded_by_sense() -> None:
-    code = runpy.run_path(str(GAME / "game.py"))
-    rows = [json.loads(line) for line in (GAME / "train.jsonl").read_text().splitlines()]
+    code = runpy.run_path(str(GAME_DIR / "game.py"))
+    rows = [json.loads(line) for line in (GAME_DIR / "train.jsonl").read_text().splitlines()]
     for row in rows:
         turns, game = play(code, row, "halve")
         assert code["reward"](row, turns) == 1.0
@@ -302,7 +304,7 @@ def test_the_document_shows_the_whole_of_the_files(file: str) -> None:
     text = (ROOT / "docs/first-job.md").read_text()
     language = "toml" if file.endswith("toml") else "python"
     blocks = re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    rest = (GAME / file).read_text()
+    rest = (GAME_DIR / file).read_text()
     for block in blocks:
         assert block in rest, f"not in {file}:\n{block}"
         rest = rest.replace(block, "", 1)

@@ -28,16 +28,16 @@ from meshrl.commands.logs import RemoteLog, RemoteLogs
 from meshrl.common.api.node import LogFile, LogPart
 from meshrl.common.base.errors import PeerLost
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.base.host.terminal import guarded_output
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.base.host.terminal import escaped_output
+from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.common.state import leader
-from meshrl.common.state.pool.placing.snapshot import Snapshot
-from meshrl.common.state.pool.store.reading import snapshot_document
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
+from meshrl.common.state.pool.store.snapshot_documents import encode_snapshot
 from meshrl.common.state.pool.workers.rows import WorkerRow
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.keys import PLANNER
-from meshrl.directory.places import MeshPlace, write_json
-from meshrl.health import asked
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.keys import PLANNER_ELECTION
+from meshrl.directory.directory_paths import MeshPaths, write_json
+from meshrl.health import probe_url
 from meshrl.view.terminal import Console
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
@@ -67,19 +67,19 @@ def test_it_says_what_was_said_and_ends_in_time_whatever_answers() -> None:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         try:
-            assert asked(f"{url}/livez") == (True, "ok")
-            assert asked(f"{url}/readyz") == (False, "503 it is draining")
+            assert probe_url(f"{url}/livez") == (True, "ok")
+            assert probe_url(f"{url}/readyz") == (False, "503 it is draining")
             began = time.monotonic()
-            well, said = asked(f"{url}/drips")
+            well, said = probe_url(f"{url}/drips")
             assert not well and "does not answer" in said
             assert time.monotonic() - began < scaled(30.0), "it drips until it is held"
         finally:
             HELD.set()
             server.shutdown()
-    well, said = asked(f"{url}/livez")
+    well, said = probe_url(f"{url}/livez")
     assert not well and "does not answer" in said
     for wrong in ("localhost:9400", "https://x/livez", "http://x:0/", "http://x:99999/"):
-        well, said = asked(wrong)
+        well, said = probe_url(wrong)
         assert not well and "is no URL of a page" in said
 
 
@@ -107,12 +107,12 @@ def test_a_log_of_this_host_is_shown_when_redis_does_not_let_ask_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    place = MeshPlace(tmp_path)
+    place = MeshPaths(tmp_path)
     place.logs.mkdir(parents=True)
-    place.log("redis").write_text("one\nwhy it went down\n")
+    place.log_path("redis").write_text("one\nwhy it went down\n")
     place.joined.write_text("damaged")
-    write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
-    with running_server(embedded.find_server()) as server:
+    write_json(place.launcher, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())})
+    with running_server(embedded_server.find_server()) as server:
         wrong = server.url.replace("://", "://:wrong@")
         settings = MeshSettings(redis_url=wrong, run_root=str(tmp_path), secret="5e" * 32)
         settings.to_file(place.settings)
@@ -127,7 +127,7 @@ class Gone(RemoteLogs):
     def __init__(self) -> None:
         self.asked = 0
 
-    async def read(self, log: RemoteLog, offset: int) -> LogPart:
+    async def read_part(self, log: RemoteLog, offset: int) -> LogPart:
         self.asked += 1
         if self.asked > LOOKS:
             await asyncio.Event().wait()
@@ -140,7 +140,7 @@ class Gone(RemoteLogs):
 async def test_a_host_that_is_gone_within_a_long_log_is_asked_again_after_a_while() -> None:
     gone, since = Gone(), asyncio.get_running_loop().time()
     log = RemoteLog("second-1", LogFile("note", 1000, 0.0))
-    follows = asyncio.create_task(logs._read(gone, log, 1, follow=True))
+    follows = asyncio.create_task(logs._print_from_host(gone, log, 1, follow=True))
     async with asyncio.timeout(scaled(30.0)):
         while gone.asked <= LOOKS:
             await asyncio.sleep(0.01)
@@ -154,21 +154,21 @@ __all__ = ["held"]
 def test_a_look_that_was_kept_is_explained(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    snapshot = Snapshot(
+    snapshot = PoolSnapshot(
         now_ms=10_000_000, workers=(WorkerRow("w0", "here", "cpu:0", 1, alive=False),)
     )
     file = tmp_path / "look.json"
-    file.write_text(json.dumps({"snapshot": snapshot_document(snapshot), "memory": None}))
-    assert planning.show(file, True, True, None) == 0
+    file.write_text(json.dumps({"snapshot": encode_snapshot(snapshot), "memory": None}))
+    assert planning.print_plan(file, True, True, None) == 0
     assert set(json.loads(capfd.readouterr().out)) == {"decisions", "memory"}
     file.write_text("{")
-    assert planning.show(file, True, False, None) == 2
+    assert planning.print_plan(file, True, False, None) == 2
 
 
 def test_the_look_of_a_mesh_is_the_leaders(held: HeldMesh) -> None:
     words = ["plan", "--mesh", str(held.root)]
     assert "no planner leads" in str(CliRunner().invoke(app, words).exception)
-    held.ask(lambda state: leader.campaign(state, PLANNER, "planner/0.one", 60_000))
+    held.ask(lambda state: leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000))
     found = json.loads(CliRunner().invoke(app, words).output)
     assert [job["id"] for job in found["snapshot"]["jobs"]] == [JOB]
 
@@ -203,7 +203,7 @@ def test_what_is_printed_above_a_live_screen_is_shown_too(monkeypatch: pytest.Mo
     out = StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     console = Console(force_terminal=True, width=500)
-    with Live("screen", console=console, auto_refresh=False), guarded_output():
+    with Live("screen", console=console, auto_refresh=False), escaped_output():
         print(f"said: {ATTACK}")
     assert own_alone(out.getvalue()) and "\\u001b]8;;http" in out.getvalue()
 
@@ -213,11 +213,11 @@ def test_commands_show_control_characters_of_samples_and_logs(tmp_path: Path) ->
     turns = [{"role": "model", "text": ATTACK, "stop": "", "truncated": False}]
     kept = sample(1, None, turns=turns, prompt=ATTACK, error=ATTACK, failure=ATTACK)
     (tmp_path / "samples.jsonl").write_text(json.dumps(kept) + "\n")
-    place = MeshPlace(tmp_path)
+    place = MeshPaths(tmp_path)
     place.logs.mkdir(parents=True)
     settings = MeshSettings(redis_url="unix:///nowhere", run_root=str(tmp_path))
     settings.to_file(place.settings)
-    place.log("worker").write_bytes(ATTACK.encode(errors="replace") + b"\n\x1b[31mend\n")
+    place.log_path("worker").write_bytes(ATTACK.encode(errors="replace") + b"\n\x1b[31mend\n")
     for words in (["samples"], ["samples", "--json"], ["logs"], ["logs", "worker"]):
         ran = CliRunner().invoke(app, [words[0], str(tmp_path), *words[1:]])
         assert ran.exit_code == 0 and is_plain(ran.output), ran.output

@@ -12,21 +12,27 @@ from typing import Any
 
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
-from meshrl.common.mesh.process.handle import SystemChild, start_time
+from meshrl.common.mesh.process.child_handle import SystemChild, read_start_time
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.state import events, leader, registry
-from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Resident, Role
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.embedded import command
-from meshrl.common.state.redis.keys import PLANNER
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    FormGang,
+    PlaceInstance,
+    Rationale,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import Instance, Role
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import prepare_server
+from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from tests.load import scaled
 from tests.meshes import SECRET
 
 LOOK_S = 0.03  # between two looks: each runs a script
 SOON_S = 60.0  # for whatever should happen, on a busy host
-WHY = Why("test")
+WHY = Rationale("test")
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -38,11 +44,11 @@ class SmallMesh:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.host = SystemHost()
-        server = command(directory / "r")
+        server = prepare_server(directory / "r")
         self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
         self.settings = MeshSettings(server.url, str(directory), host="here", secret=SECRET)
         self.settings.to_file(directory / "settings.json")
-        self.state: State
+        self.state: StateClient
         self.leader_token = 0
         self._decisions = 0
 
@@ -50,11 +56,13 @@ class SmallMesh:
         async with asyncio.timeout(scaled(SOON_S)):
             while True:
                 try:
-                    self.state = await State.open(self.settings.redis_url, connect_s=scaled(1))
+                    self.state = await StateClient.open(
+                        self.settings.redis_url, connect_timeout_s=scaled(1)
+                    )
                     break
                 except StateUnavailable:
                     await asyncio.sleep(LOOK_S)
-        self.leader_token = await leader.campaign(self.state, PLANNER, "test", 120_000)
+        self.leader_token = await leader.campaign(self.state, PLANNER_ELECTION, "test", 120_000)
 
     def start_agent(
         self, *options: str, workers: int = 1, env: Mapping[str, str] = {}
@@ -79,28 +87,28 @@ class SmallMesh:
         """What a leader decides; no hint is sent."""
         self._decisions += 1
         op = f"d{self._decisions}"
-        refused = await pool.write(self.state, self.leader_token, op, decisions, None)
+        refused = await pool.write_decisions(self.state, self.leader_token, op, decisions, None)
         assert not refused, refused
 
     async def form(self, *workers: str, gang: str = "g0") -> None:
         """Waits for these workers, and makes them a gang."""
         for worker in workers:
             await self.pid_of(f"worker/{worker}")
-            while await pool.worker_row(self.state, worker) is None:
+            while await pool.read_worker(self.state, worker) is None:
                 await asyncio.sleep(LOOK_S)
-        await self.write(Form(gang, workers, WHY))
+        await self.write(FormGang(gang, workers, WHY))
 
     async def place(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
-    ) -> Resident:
+    ) -> Instance:
         """A resident, as its gang is to have it."""
-        resident = Resident(id, job, role, **fields)
-        await self.write(Place(id.partition(".")[0], resident, WHY))
+        resident = Instance(id, job, role, **fields)
+        await self.write(PlaceInstance(id.partition(".")[0], resident, WHY))
         return resident
 
     async def settle(
         self, id: str, role: Role = Role.ROLLOUT, job: str = "j", **fields: Any
-    ) -> Resident:
+    ) -> Instance:
         """A resident that is placed, once it does what is wished."""
         await self.place(id, role, job, **fields)
         return await self.until_settled(id)
@@ -114,16 +122,16 @@ class SmallMesh:
         return agent
 
     async def remove(self, id: str) -> None:
-        await self.write(Remove(id.partition(".")[0], id, WHY))
+        await self.write(RemoveInstance(id.partition(".")[0], id, WHY))
 
-    async def resident(self, id: str) -> Resident:
+    async def resident(self, id: str) -> Instance:
         """As it is on record."""
-        found = await pool.gang(self.state, id.partition(".")[0])
+        found = await pool.read_gang(self.state, id.partition(".")[0])
         assert found is not None, self.logs()
         [resident] = [one for one in found.residents if one.id == id]
         return resident
 
-    async def until(self, what: str, id: str, holds: Callable[[Resident], bool]) -> Resident:
+    async def until(self, what: str, id: str, holds: Callable[[Instance], bool]) -> Instance:
         for _ in range(int(scaled(SOON_S) / LOOK_S)):
             found = await self.resident(id)
             if holds(found):
@@ -131,8 +139,8 @@ class SmallMesh:
             await asyncio.sleep(LOOK_S)
         raise AssertionError(f"{id} is not {what}: {found}\n{self.logs()}")
 
-    async def until_settled(self, id: str) -> Resident:
-        return await self.until("settled", id, lambda resident: resident.settled)
+    async def until_settled(self, id: str) -> Instance:
+        return await self.until("settled", id, lambda resident: resident.is_reconciled)
 
     async def pid_of(self, name: str, other_than: int = 0) -> int:
         """The pid of the live process with that name."""
@@ -155,7 +163,7 @@ class SmallMesh:
     async def told(self, kind: str, count: int) -> list[dict[str, Any]]:
         """The first `count` events of a kind."""
         for _ in range(int(scaled(SOON_S) / LOOK_S)):
-            found = [e.fields for e in await events.read(self.state) if e.kind == kind]
+            found = [e.fields for e in await events.read_page(self.state) if e.kind == kind]
             if len(found) >= count:
                 return found[:count]
             await asyncio.sleep(LOOK_S)
@@ -170,7 +178,7 @@ class SmallMesh:
                 environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if wanted in environ and start_time(int(name)):
+            if wanted in environ and read_start_time(int(name)):
                 found.append(int(name))
         return found
 
@@ -181,7 +189,7 @@ class SmallMesh:
 
 async def gone(pid: int) -> bool:
     for _ in range(int(scaled(SOON_S) / LOOK_S)):
-        if not start_time(pid):
+        if not read_start_time(pid):
             return True
         await asyncio.sleep(LOOK_S)
     return False

@@ -7,19 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.calls.role import Resting, Settle, Settled
+from meshrl.common.api.calls.role import RoleControl, SetTier, TierUsage
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import Fenced
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.placement import build_parser as seats
 from meshrl.common.state.pool.workers.rows import Tier
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.common.state.pool.workers.seat import parser as seats
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 from tests.load import scaled
 from tests.meshes import entered
 
@@ -27,48 +27,48 @@ BYTES = 1000  # that it has, wherever they are
 
 
 class Standin(Actor):
-    interface = Resting
+    interface = RoleControl
 
-    def __init__(self, note: Path, seat: Seat) -> None:
+    def __init__(self, note: Path, seat: Placement) -> None:
         self._note = note
-        self.about: dict[str, Any] = seat.stats()
+        self.about: dict[str, Any] = seat.initial_stats()
 
-    @call(Resting.drain)
+    @call(RoleControl.drain)
     async def drain(self, reason: str) -> None:
         if self.about["job"] == "slow":
             await asyncio.sleep(60.0)
         with self._note.open("a") as file:
             file.write(f"{reason}\n")
 
-    @call(Resting.settle)
-    def settle(self, m: Settle) -> Settled:
+    @call(RoleControl.set_tier)
+    def settle(self, m: SetTier) -> TierUsage:
         if m.epoch < self.about["epoch"]:
             raise Fenced("a later wish has come")
         self.about |= {"epoch": m.epoch, "tier": m.tier}
         sizes = {tier: BYTES if tier == m.tier else 0 for tier in Tier}
-        return Settled(sizes[Tier.ACCELERATOR], sizes[Tier.MEMORY], sizes[Tier.DISK])
+        return TierUsage(sizes[Tier.ACCELERATOR], sizes[Tier.MEMORY], sizes[Tier.DISK])
 
 
-async def main(kind: str, seat: Seat) -> None:
+async def main(kind: str, seat: Placement) -> None:
     settings = MeshSettings.from_env()
     name = f"trainer/{seat.job}" if seat.core else f"{kind}/{seat.resident}"
     if seat.rank:
         name = f"rank/{seat.job}/{seat.rank}"
-    state, clock = await State.open(settings.redis_url), SystemClock()
+    state, clock = await StateClient.open(settings.redis_url), SystemClock()
     doorway = await entered(name, name.partition("/")[0], settings, state, clock)
     mesh = Mesh(
         name,
         kind,
-        Seams(
+        MeshDependencies(
             state=state,
             transport=ZmqTransport(settings.bind, settings.advertise, keys=doorway.keys),
             clock=clock,
-            random=Random.system(),
+            random=Random.from_os_entropy(),
             host=SystemHost(),
         ),
         settings=settings,
-        terms=Terms(ttl_s=scaled(1.5), renew_s=0.3),
-        access=Access(doorway=doorway),
+        terms=LeaseTerms(ttl_s=scaled(1.5), renew_interval_s=0.3),
+        access=AccessRules(credentials=doorway),
     )
     standin = Standin(Path(settings.run_root) / "drained", seat)
     mesh.ready = False
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     options = seats(__doc__)
     options.add_argument("--kind", required=True)
     arguments = options.parse_args()
-    run(lambda: main(arguments.kind, Seat.of(arguments)))
+    run_service(lambda: main(arguments.kind, Placement.from_args(arguments)))

@@ -8,33 +8,35 @@ from pathlib import Path
 
 from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.pool.workers.rows import Budget, Resident, Role
-from meshrl.services.node.residents.budgets import Budgets
-from meshrl.services.node.residents.process import Around, RoleProcess
-from meshrl.services.node.residents.roles import RoleWish
-from meshrl.services.node.residents.room import GpuRoom
-from meshrl.services.node.residents.segments import Segments
+from meshrl.common.state.pool.workers.rows import Instance, Role, TierBytes
+from meshrl.services.node.instances.budgets import Budgets
+from meshrl.services.node.instances.desired_roles import DesiredRole
+from meshrl.services.node.instances.gpu_memory import GpuMemoryGuard
+from meshrl.services.node.instances.role_process import RoleProcess, WorkerContext
+from meshrl.services.node.instances.segments import MemorySegments
 
-ENGINE = Resident("g0.0", "calc", Role.ROLLOUT, generation=3)
-CORE = Resident("g0.1", "j", Role.TRAINING, core=True, generation=3)
+ENGINE = Instance("g0.0", "calc", Role.ROLLOUT, generation=3)
+CORE = Instance("g0.1", "j", Role.TRAINING, core=True, generation=3)
 PROGRAMS = {
     Role.ROLLOUT: ["python", "-m", "meshrl.services.engine"],
     Role.TRAINING: ["python", "-m", "meshrl.services.trainer"],
 }
 
 
-def around(mesh: Mesh, root: Path) -> Around:
+def around(mesh: Mesh, root: Path) -> WorkerContext:
     found = {str(role): argv for role, argv in PROGRAMS.items()}
-    budgets = Budgets(Budget(), mesh.host, root)
-    return Around(mesh, "w0", found, root, budgets, Segments(lambda: 0), GpuRoom(mesh))
+    budgets = Budgets(TierBytes(), mesh.host, root)
+    return WorkerContext(
+        mesh, "w0", found, root, budgets, MemorySegments(lambda: 0), GpuMemoryGuard(mesh)
+    )
 
 
-def wish(resident: Resident) -> RoleWish:
-    return RoleWish("g0", resident, resident.ranks[0], "worker/w0")
+def wish(resident: Instance) -> DesiredRole:
+    return DesiredRole("g0", resident, resident.ranks[0], "worker/w0")
 
 
 def role_process(
-    mesh: Mesh, root: Path, resident: Resident, changed: Callable[[], None] = lambda: None
+    mesh: Mesh, root: Path, resident: Instance, changed: Callable[[], None] = lambda: None
 ) -> RoleProcess:
     found: list[RoleProcess] = []
     leases = LeaseWatch(
@@ -51,4 +53,4 @@ async def looking(process: RoleProcess, for_s: float) -> None:
     """What a worker does for so long, until the job would have ended its role."""
     for _ in range(int(for_s)):
         await asyncio.sleep(1.0)
-        await process.look()
+        await process.poll()

@@ -11,20 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.common.api.node import MakeSegment
+from meshrl.common.api.node import CreateSegment
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, Refused, StorageFull
-from meshrl.common.base.files.kept import Mapped
+from meshrl.common.base.files.offloaded_tensors import MemorySegment
 from meshrl.common.base.random import Random
 from meshrl.common.hardware.gpus.devices import Device
-from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.state.pool.workers.rows import Budget, Gang, Resident, Role, Tier
-from meshrl.services.node.gpus.accelerators import cpu_slots, discover, of_gpus
-from meshrl.services.node.job_services import command
-from meshrl.services.node.residents.budgets import SPARE_DISK, SPARE_MEMORY, Budgets
-from meshrl.services.node.residents.roles import COMMANDS, wishes, with_overrides
-from meshrl.services.node.residents.segments import SPARE_BYTES, Segments
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, Tier, TierBytes
+from meshrl.services.node.gpus.accelerators import discover_accelerators, list_cpu_slots, list_gpus
+from meshrl.services.node.instances.budgets import SPARE_DISK_BYTES, SPARE_MEMORY_BYTES, Budgets
+from meshrl.services.node.instances.desired_roles import (
+    COMMANDS,
+    list_desired_roles,
+    override_commands,
+)
+from meshrl.services.node.instances.segments import SPARE_BYTES, MemorySegments
+from meshrl.services.node.job_services import service_command
 from tests.load import scaled
 from tests.simulated_host import SimulatedHost
 
@@ -37,28 +41,28 @@ def host() -> SimulatedHost:
 
 
 def budgets(host: SimulatedHost, **limits: int) -> Budgets:
-    return Budgets(Budget(**limits), host, Path())
+    return Budgets(TierBytes(**limits), host, Path())
 
 
 def test_no_two_hold_more_of_the_accelerator_at_once_than_there_is(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
-    found.settled(A, Budget(accelerator=60))
+    found.record_usage(A, TierBytes(accelerator=60))
     found.check_start(B)
     with pytest.raises(StorageFull, match=r"takes 50 bytes of the accelerator, .* 110 of 100"):
-        found.settled(B, Budget(accelerator=50))
-    found.ended(B)
+        found.record_usage(B, TierBytes(accelerator=50))
+    found.record_exit(B)
     found.claim(A, Tier.MEMORY)
-    found.settled(A, Budget(memory=60))
-    found.settled(B, Budget(accelerator=50))
+    found.record_usage(A, TierBytes(memory=60))
+    found.record_usage(B, TierBytes(accelerator=50))
     with pytest.raises(StorageFull, match=r"would take 60 bytes of accelerator, .* 50 of 100"):
         found.claim(A, Tier.ACCELERATOR)
-    found.dropped(B)
+    found.remove(B)
     found.claim(A, Tier.ACCELERATOR)
 
 
 def test_a_full_accelerator_takes_nobody_more(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
-    found.settled(A, Budget(accelerator=100))
+    found.record_usage(A, TierBytes(accelerator=100))
     with pytest.raises(StorageFull, match="others have 100"):
         found.check_start(B)
     found.check_start(A)
@@ -66,41 +70,41 @@ def test_a_full_accelerator_takes_nobody_more(host: SimulatedHost) -> None:
 
 def test_two_moves_that_begin_together_do_not_take_the_same_room(host: SimulatedHost) -> None:
     found = budgets(host, memory=100)
-    found.settled(A, Budget(accelerator=60))
-    found.settled(B, Budget(accelerator=60))
+    found.record_usage(A, TierBytes(accelerator=60))
+    found.record_usage(B, TierBytes(accelerator=60))
     found.claim(A, Tier.MEMORY)
     with pytest.raises(StorageFull, match="would take 60 bytes of memory, and others have 60"):
         found.claim(B, Tier.MEMORY)
-    found.unclaimed(A)
+    found.cancel_claim(A)
     found.claim(B, Tier.MEMORY)
     found.claim(B, Tier.ABSENT)
 
 
 def test_memory_and_disk_that_others_of_the_host_have_are_not_taken(host: SimulatedHost) -> None:
     found = budgets(host)
-    found.settled(A, Budget(accelerator=60))
-    host.left = Room(memory=SPARE_MEMORY + 59, disk=SPARE_DISK + 60)
+    found.record_usage(A, TierBytes(accelerator=60))
+    host.left = FreeSpace(memory_bytes=SPARE_MEMORY_BYTES + 59, disk_bytes=SPARE_DISK_BYTES + 60)
     with pytest.raises(StorageFull, match=r"this host has \d+ left"):
         found.claim(A, Tier.MEMORY)
     found.claim(A, Tier.DISK)
-    found.settled(A, Budget(disk=60))
-    host.left = Room(memory=SPARE_MEMORY + 60, disk=0)
+    found.record_usage(A, TierBytes(disk=60))
+    host.left = FreeSpace(memory_bytes=SPARE_MEMORY_BYTES + 60, disk_bytes=0)
     found.claim(A, Tier.MEMORY)
     found.claim(A, Tier.DISK)
 
 
 def test_what_has_slept_needs_all_that_it_had_when_it_wakes(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
-    found.settled(A, Budget(accelerator=80))
-    found.settled(A, Budget(memory=10))  # its weights are in the store
-    found.settled(B, Budget(accelerator=30))
+    found.record_usage(A, TierBytes(accelerator=80))
+    found.record_usage(A, TierBytes(memory=10))  # its weights are in the store
+    found.record_usage(B, TierBytes(accelerator=30))
     with pytest.raises(StorageFull, match="would take 80 bytes of accelerator"):
         found.claim(A, Tier.ACCELERATOR)
 
 
 def test_what_is_held_of_each_tier_is_told_beside_its_budget(host: SimulatedHost) -> None:
     found = budgets(host, accelerator=100)
-    found.settled(A, Budget(accelerator=60, memory=5))
+    found.record_usage(A, TierBytes(accelerator=60, memory=5))
     told = {"accelerator": 60, "memory": 5, "disk": 0, "accelerator_budget": 100}
     assert found.stats() == told
 
@@ -110,40 +114,40 @@ GANG = Gang(
     ("w3", "w1"),
     7,
     (
-        Resident("g1.0", "calc", Role.ROLLOUT, ranks=(1,), generation=3, turns=True),
-        Resident("g1.1", "calc", Role.TRAINING, core=True, ranks=(0, 1), generation=4),
-        Resident("g1.2", "calc", Role.TRAINING, generation=4),
-        Resident("g1.3", "calc", Role.SCORING, tier=Tier.ABSENT),
+        Instance("g1.0", "calc", Role.ROLLOUT, ranks=(1,), generation=3, turns=True),
+        Instance("g1.1", "calc", Role.TRAINING, core=True, ranks=(0, 1), generation=4),
+        Instance("g1.2", "calc", Role.TRAINING, generation=4),
+        Instance("g1.3", "calc", Role.SCORING, tier=Tier.ABSENT),
     ),
 )
 
 
 def test_a_worker_runs_what_occupies_its_rank_under_the_names_of_the_registry() -> None:
-    first, second = wishes(GANG, "w3"), wishes(GANG, "w1")
+    first, second = list_desired_roles(GANG, "w3"), list_desired_roles(GANG, "w1")
     assert list(first) == ["trainer/calc", "hybrid/g1.2", "scoring/calc"]
     assert list(second) == ["engine/g1.0", "rank/calc/1"]
-    assert first["scoring/calc"].absent and not first["hybrid/g1.2"].absent
-    assert wishes(GANG, "w0") == {} == wishes(None, "w3")
+    assert first["scoring/calc"].is_absent and not first["hybrid/g1.2"].is_absent
+    assert list_desired_roles(GANG, "w0") == {} == list_desired_roles(None, "w3")
 
 
 def test_command_lines_say_whose_process_it_is_and_who_keeps_the_turns() -> None:
-    found = wishes(GANG, "w1")
-    assert found["engine/g1.0"].argv(COMMANDS) == [
+    found = list_desired_roles(GANG, "w1")
+    assert found["engine/g1.0"].build_argv(COMMANDS) == [
         *[sys.executable, "-m", "meshrl.services.engine", "--gang", "g1", "--resident", "g1.0"],
         *["--job", "calc", "--generation", "3", "--keeper", "worker/w3", "--turns"],
     ]
-    rank = found["rank/calc/1"].argv(COMMANDS)
+    rank = found["rank/calc/1"].build_argv(COMMANDS)
     assert rank[-5:] == ["--core", "--rank", "1", "--ranks", "2"]
     with pytest.raises(ConfigError, match="no process serves the role 'rollout'"):
-        found["engine/g1.0"].argv({})
+        found["engine/g1.0"].build_argv({})
 
 
 def test_services_of_jobs_are_told_their_job() -> None:
     python = [sys.executable, "-m"]
-    assert command("rollout/calc/2", []) == [
+    assert service_command("rollout/calc/2", []) == [
         *[*python, "meshrl.services.rollout", "--job", "calc", "--shard", "2"]
     ]
-    sandbox = command("sandbox/a/b/0", ["--orphan-s", "3"])
+    sandbox = service_command("sandbox/a/b/0", ["--orphan-s", "3"])
     assert sandbox == [
         *python,
         "meshrl.services.sandbox",
@@ -155,36 +159,40 @@ def test_services_of_jobs_are_told_their_job() -> None:
 
 
 def test_commands_are_replaced_by_role() -> None:
-    commands = with_overrides(["rollout=" + shlex.join(["python", "a b"]), "serving=x"])
+    commands = override_commands(["rollout=" + shlex.join(["python", "a b"]), "serving=x"])
     assert commands["rollout"] == ["python", "a b"] and commands["serving"] == ["x"]
     assert commands["training"] == COMMANDS["training"]
     for wrong in ("rollout", "rollout="):
         with pytest.raises(ConfigError):
-            with_overrides([wrong])
+            override_commands([wrong])
 
 
 def test_each_worker_sees_one_device_by_its_uuid() -> None:
-    assert [a.name for a in cpu_slots(2)] == ["cpu:0", "cpu:1"]
-    assert [a.name for a in cpu_slots(3, ["A40", "v100"])] == ["cpu:0 A40", "cpu:1 V100", "cpu:2"]
+    assert [a.name for a in list_cpu_slots(2)] == ["cpu:0", "cpu:1"]
+    assert [a.name for a in list_cpu_slots(3, ["A40", "v100"])] == [
+        "cpu:0 A40",
+        "cpu:1 V100",
+        "cpu:2",
+    ]
     for mistaken in (["A41"], ["CPU"], ["A40"] * 4):
         with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
-            cpu_slots(3, mistaken)
+            list_cpu_slots(3, mistaken)
     whole = Device("GPU-a", "NVIDIA H200", 1000, 0)
     part = Device("MIG-b", "NVIDIA H200 MIG 1g.18gb", 100, 1, "GPU-b", (7, 0))
-    found = of_gpus([whole, part], 0)
+    found = list_gpus([whole, part], 0)
     assert [a.name for a in found] == ["cuda:0 NVIDIA H200", "cuda:1/7/0 NVIDIA H200 MIG 1g.18gb"]
     assert [a.env["CUDA_VISIBLE_DEVICES"] for a in found] == ["GPU-a", "MIG-b"]
-    assert [a.bytes for a in found] == [1000, 100]
-    assert of_gpus([whole, part], 1) == found[:1]
+    assert [a.memory_bytes for a in found] == [1000, 100]
+    assert list_gpus([whole, part], 1) == found[:1]
     with pytest.raises(ConfigError, match=r"3 workers are asked for, and there are 2 GPUs"):
-        of_gpus([whole, part], 3)
+        list_gpus([whole, part], 3)
     with pytest.raises(ConfigError, match="by turns in a mesh that stands"):
-        of_gpus([whole], 2)  # which no run can do with less
+        list_gpus([whole], 2)  # which no run can do with less
 
 
 async def test_a_gpu_stands_for_nothing_else() -> None:
     with pytest.raises(ConfigError, match="MESHRL_STAND_FOR"):
-        await discover(SystemHost(), "cuda", 0, ["A40"])
+        await discover_accelerators(SystemHost(), "cuda", 0, ["A40"])
 
 
 PAGE = 4096
@@ -197,19 +205,19 @@ def plenty() -> int:
 def write_and_end(path: str) -> None:
     """In another process."""
     program = (
-        "import sys, numpy as np; from meshrl.common.base.files.kept import Mapped; "
-        f"Mapped(sys.argv[1]).put({PAGE}, np.full(5, 7, np.uint8))"
+        "import sys, numpy as np; from meshrl.common.base.files import offloaded_tensors as files; "
+        f"files.MemorySegment(sys.argv[1]).write_at({PAGE}, np.full(5, 7, np.uint8))"
     )
     subprocess.run([sys.executable, "-c", program, path], check=True, timeout=scaled(60))
 
 
 async def test_what_a_process_wrote_is_there_after_its_death() -> None:
-    async with Segments(plenty) as segments:
-        made = segments.make(MakeSegment("trainer/sums", 3 * PAGE))
+    async with MemorySegments(plenty) as segments:
+        made = segments.create(CreateSegment("trainer/sums", 3 * PAGE))
         write_and_end(made.path)
         found = segments.find("trainer/sums")
         assert found == made
-        assert Mapped(found.path).get(PAGE - 1, 7).tolist() == [0, 7, 7, 7, 7, 7, 0]
+        assert MemorySegment(found.path).read_at(PAGE - 1, 7).tolist() == [0, 7, 7, 7, 7, 7, 0]
         assert segments.find("engine/g0.1").path == ""
 
 
@@ -218,62 +226,62 @@ async def test_who_is_told_of_something_else_than_its_own_segment_writes_nothing
 ) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"as it was")
-    async with Segments(plenty) as segments:
-        mine = segments.make(MakeSegment("trainer/sums", PAGE)).path
-        others = segments.make(MakeSegment("engine/g0.1", PAGE)).path
-        assert Mapped(mine, "trainer/sums").size == PAGE
+    async with MemorySegments(plenty) as segments:
+        mine = segments.create(CreateSegment("trainer/sums", PAGE)).path
+        others = segments.create(CreateSegment("engine/g0.1", PAGE)).path
+        assert MemorySegment(mine, "trainer/sums").size_bytes == PAGE
         with file.open("r+b") as opened:
             for path in (others, str(file), f"/proc/self/fd/{opened.fileno()}"):
                 with pytest.raises(Refused, match="is no segment for trainer/sums"):
-                    Mapped(path, "trainer/sums")
+                    MemorySegment(path, "trainer/sums")
     assert file.read_bytes() == b"as it was"
 
 
 async def test_they_end_with_the_worker() -> None:
-    async with Segments(plenty) as segments:
-        path = segments.make(MakeSegment("trainer/sums", PAGE)).path
-        assert segments.bytes == PAGE and segments.keys == ["trainer/sums"]
-    assert segments.bytes == 0
+    async with MemorySegments(plenty) as segments:
+        path = segments.create(CreateSegment("trainer/sums", PAGE)).path
+        assert segments.total_bytes == PAGE and segments.keys == ["trainer/sums"]
+    assert segments.total_bytes == 0
     with pytest.raises(FileNotFoundError):
         os.stat(path)
 
 
 async def test_the_budget_is_of_all_together_and_a_refusal_changes_nothing() -> None:
-    async with Segments(plenty, budget=10 * PAGE) as segments:
-        segments.make(MakeSegment("a", 6 * PAGE))
+    async with MemorySegments(plenty, budget_bytes=10 * PAGE) as segments:
+        segments.create(CreateSegment("a", 6 * PAGE))
         with pytest.raises(StorageFull, match=f"{6 * PAGE} of the worker's {10 * PAGE}"):
-            segments.make(MakeSegment("b", 5 * PAGE))
+            segments.create(CreateSegment("b", 5 * PAGE))
         assert segments.keys == ["a"]
-        segments.make(MakeSegment("a", 5 * PAGE))  # in place of its own
-        segments.make(MakeSegment("b", 5 * PAGE))
-        segments.drop("a")
-        segments.drop("a")
-        assert segments.bytes == 5 * PAGE
+        segments.create(CreateSegment("a", 5 * PAGE))  # in place of its own
+        segments.create(CreateSegment("b", 5 * PAGE))
+        segments.delete("a")
+        segments.delete("a")
+        assert segments.total_bytes == 5 * PAGE
 
 
 async def test_memory_that_another_process_has_taken_is_not_given_away() -> None:
     left = SPARE_BYTES + 10 * PAGE
-    async with Segments(lambda: left) as segments:
-        first = segments.make(MakeSegment("a", 4 * PAGE))
-        Mapped(first.path).put(0, np.ones(4 * PAGE, np.uint8))
+    async with MemorySegments(lambda: left) as segments:
+        first = segments.create(CreateSegment("a", 4 * PAGE))
+        MemorySegment(first.path).write_at(0, np.ones(4 * PAGE, np.uint8))
         left = SPARE_BYTES + PAGE
         with pytest.raises(StorageFull, match="the host has"):
-            segments.make(MakeSegment("a", 6 * PAGE))
-        assert Mapped(segments.find("a").path).get(0, 4 * PAGE).all()
-        segments.make(MakeSegment("a", 5 * PAGE))  # its own four are free then
+            segments.create(CreateSegment("a", 6 * PAGE))
+        assert MemorySegment(segments.find("a").path).read_at(0, 4 * PAGE).all()
+        segments.create(CreateSegment("a", 5 * PAGE))  # its own four are free then
 
 
 async def test_what_is_promised_and_not_filled_yet_is_not_given_twice() -> None:
-    async with Segments(lambda: SPARE_BYTES + 10 * PAGE) as segments:
-        segments.make(MakeSegment("a", 6 * PAGE))
+    async with MemorySegments(lambda: SPARE_BYTES + 10 * PAGE) as segments:
+        segments.create(CreateSegment("a", 6 * PAGE))
         with pytest.raises(StorageFull, match=f"the host has {SPARE_BYTES + 4 * PAGE}"):
-            segments.make(MakeSegment("b", 5 * PAGE))
-        segments.make(MakeSegment("b", 4 * PAGE))
+            segments.create(CreateSegment("b", 5 * PAGE))
+        segments.create(CreateSegment("b", 4 * PAGE))
 
 
 async def test_who_maps_one_can_rely_on_its_size() -> None:
-    async with Segments(plenty) as segments:
-        path = segments.make(MakeSegment("a", PAGE)).path
+    async with MemorySegments(plenty) as segments:
+        path = segments.create(CreateSegment("a", PAGE)).path
         descriptor = os.open(path, os.O_RDWR)
         for size in (0, 2 * PAGE):
             with pytest.raises(PermissionError):

@@ -13,23 +13,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrl.common.base.errors import ConfigError, PeerLost
-from meshrl.common.base.files import kept
-from meshrl.common.base.host.settings import kept_file
+from meshrl.common.base.files import offloaded_tensors
+from meshrl.common.base.host.settings import make_offload_path
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.process.supervision.exit_reports import read_last_exits
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.state import events, jobs, leader
 from meshrl.common.state.jobs import JobRow
-from meshrl.common.state.pool.placing.decisions import Decision, Form, Place, Remove, Why
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Doing, Resident, Role, Tier
-from meshrl.common.state.redis.keys import PLANNER
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    FormGang,
+    PlaceInstance,
+    Rationale,
+    RemoveInstance,
+)
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Role, Tier
+from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from meshrl.services.node.agent import TRY_AGAIN_S as WORKER_AGAIN_S
 from meshrl.services.node.agent import NodeAgent
-from meshrl.services.node.gpus.accelerators import cpu_slots
-from meshrl.services.node.residents.process import TRY_AGAIN_S, RoleProcess
-from meshrl.services.node.worker import parser, serve
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.services.node.gpus.accelerators import list_cpu_slots
+from meshrl.services.node.instances.role_process import TRY_AGAIN_S, RoleProcess
+from meshrl.services.node.worker import build_parser, serve
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
 from tests.stories import story_on, virtually
@@ -61,9 +67,9 @@ def with_program(
         await role.start()
         await looking(role, for_s)
         told = [e.fields for e in await events.read_all(mesh.state) if e.kind == "process_ended"]
-        await look(await jobs.job(mesh.state, "calc"), told, host, role)
-        assert (await ended(mesh.state))[0].times == len(told)
-        await role.stop("done", leaving=True)
+        await look(await jobs.read_job(mesh.state, "calc"), told, host, role)
+        assert (await read_last_exits(mesh.state))[0].times == len(told)
+        await role.stop("done", worker_stops=True)
 
     run_virtual(main)
 
@@ -75,7 +81,7 @@ def test_an_error_in_the_job_ends_it_at_once_and_nothing_is_started_again(tmp_pa
         assert row.phase == "failed"
         assert "ConfigError: too long (at rollout.max_tokens). lower it" in row.error
         assert len(host.children) == 1 and [t["final"] for t in told] == [True]
-        assert role.doing == Doing.FAILED and "too long" in role.detail
+        assert role.phase == InstancePhase.FAILED and "too long" in role.detail
 
     error = ConfigError("too long", where="rollout.max_tokens", fix="lower it")
     with_program(error, tmp_path, look)
@@ -144,9 +150,9 @@ async def test_a_process_of_a_job_that_nobody_knows_is_told_too(
     role = role_process(mesh, tmp_path, replace(ENGINE, job="unknown"))
     await role.start()
     await clock.sleep(5.0)
-    (end,) = await ended(mesh.state)
+    (end,) = await read_last_exits(mesh.state)
     assert end.told.startswith("ConfigError: no job") and end.job == "unknown"
-    await role.stop("done", leaving=True)
+    await role.stop("done", worker_stops=True)
 
 
 async def forever(arguments: list[str], channel: SimulatedChannel) -> None:
@@ -172,8 +178,8 @@ def full_host(clock: VirtualClock, random: Random, root: Path) -> tuple[FullHost
     return host, alone("worker/w0", clock, random, host, settings=settings)
 
 
-def doing_of(role: RoleProcess) -> Doing:
-    return role.doing
+def doing_of(role: RoleProcess) -> InstancePhase:
+    return role.phase
 
 
 def alive(host: FullHost) -> list[str]:
@@ -187,16 +193,16 @@ async def test_a_role_that_cannot_be_started_says_why_and_is_started_when_it_can
     host, mesh = full_host(clock, random, tmp_path)
     role = role_process(mesh, tmp_path, ENGINE)
     await role.start()
-    assert role.doing == Doing.FAILED and "temporarily unavailable" in role.detail
+    assert role.phase == InstancePhase.FAILED and "temporarily unavailable" in role.detail
     await clock.sleep(TRY_AGAIN_S + 1)
-    await role.look()
-    assert role.doing == Doing.FAILED
+    await role.poll()
+    assert role.phase == InstancePhase.FAILED
     host.full = False
     await clock.sleep(TRY_AGAIN_S + 1)
-    await role.look()
-    assert doing_of(role) == Doing.STARTING and role.pid
+    await role.poll()
+    assert doing_of(role) == InstancePhase.STARTING and role.pid
     await role.stop("the test ends")
-    assert doing_of(role) == Doing.GONE and not alive(host)
+    assert doing_of(role) == InstancePhase.GONE and not alive(host)
 
 
 @virtually(limit_s=3600.0)
@@ -206,8 +212,8 @@ async def test_a_role_that_could_not_be_started_is_given_up_without_an_error(
     _, mesh = full_host(clock, random, tmp_path)
     role = role_process(mesh, tmp_path, ENGINE)
     await role.start()
-    await role.stop("the worker ends", leaving=True)
-    assert role.doing == Doing.GONE and not role.pid
+    await role.stop("the worker ends", worker_stops=True)
+    assert role.phase == InstancePhase.GONE and not role.pid
 
 
 @virtually(limit_s=3600.0)
@@ -216,7 +222,7 @@ async def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again
 ) -> None:
     host, mesh = full_host(clock, random, tmp_path)
     (tmp_path / "mesh").mkdir()
-    agent = NodeAgent(mesh, cpu_slots(1), [], "w")
+    agent = NodeAgent(mesh, list_cpu_slots(1), [], "w")
     host.full = False
     await agent.start()
     host.full = True
@@ -226,10 +232,10 @@ async def test_a_worker_whose_budget_is_spent_is_started_when_the_host_can_again
     host.full = False
     await clock.sleep(WORKER_AGAIN_S + 5.0)
     assert alive(host) == ["worker/w0"]
-    await agent.leave()
+    await agent.shut_down()
 
 
-WHY = Why("test")
+WHY = Rationale("test")
 NAME = "trainer/j"
 CORE: dict[str, Any] = {"job": "j", "role": Role.TRAINING, "core": True}
 
@@ -238,7 +244,7 @@ class Tensor:
     """The least that can be kept."""
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def sizes_bytes(self) -> dict[str, int]:
         return {"weights": 8}
 
     def read(self, name: str, start: int, end: int) -> NDArray[np.uint8]:
@@ -265,40 +271,42 @@ class World:
         settings = MeshSettings(redis_url="simulated", run_root=str(root), host="here")
         self.mesh = alone("worker/w0", clock, random, host, settings=settings)
         self.state = self.mesh.state
-        self.file = kept_file(settings.kept_directory("worker/w0"), NAME)
+        self.file = make_offload_path(settings.make_offload_directory("worker/w0"), NAME)
         self._token = self._written = 0
 
     async def write(self, *decisions: Decision) -> None:
         if not self._token:
-            self._token = await leader.campaign(self.state, PLANNER, "test", 1_000_000)
+            self._token = await leader.campaign(self.state, PLANNER_ELECTION, "test", 1_000_000)
         self._written += 1
-        refused = await pool.write(self.state, self._token, f"d{self._written}", decisions, None)
+        refused = await pool.write_decisions(
+            self.state, self._token, f"d{self._written}", decisions, None
+        )
         assert not refused, refused
 
     async def place(self, id: str = "g0.0", **about: Any) -> None:
-        await self.write(Place("g0", Resident(id, **(CORE | about)), WHY))
+        await self.write(PlaceInstance("g0", Instance(id, **(CORE | about)), WHY))
         await self.clock.sleep(10.0)
 
-    async def resident(self, id: str = "g0.0") -> Resident:
-        found = await pool.gang(self.state, "g0")
+    async def resident(self, id: str = "g0.0") -> Instance:
+        found = await pool.read_gang(self.state, "g0")
         assert found is not None
         return next(one for one in found.residents if one.id == id)
 
     def keep(self) -> None:
         """What a process that fell asleep on the disk leaves."""
-        medium = kept.File(self.file, fresh=True)
-        kept.keep(medium, {}, Tensor())
-        medium.finished()
+        medium = offloaded_tensors.OffloadFile(self.file, create=True)
+        offloaded_tensors.offload(medium, {}, Tensor())
+        medium.commit()
         medium.close()
 
 
 def in_world(root: Path, story: Callable[[World], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         world = World(clock, random, root)
-        options = parser().parse_args(["--worker", "w0", "--orphan-s", "0"])
+        options = build_parser().parse_args(["--worker", "w0", "--orphan-s", "0"])
         worker = asyncio.create_task(serve(world.mesh, options))
         await clock.sleep(1.0)
-        await world.write(Form("g0", ("w0",), WHY))
+        await world.write(FormGang("g0", ("w0",), WHY))
         await story(world)
         worker.cancel()
         await asyncio.wait([worker])
@@ -314,7 +322,7 @@ async def test_what_is_whole_waits_for_its_turn_without_a_process(world: World) 
     await world.place(tier=Tier.DISK, epoch=2)  # it is not up: it was killed as it slept
     assert world.running == 0, "it would compute beside whoever has the accelerator"
     asleep = await world.resident()
-    assert asleep.settled and asleep.doing == Doing.READY
+    assert asleep.is_reconciled and asleep.phase == InstancePhase.READY
     assert asleep.reports[0].tier == Tier.DISK
     assert asleep.reports[0].held.disk == world.file.stat().st_size
     await world.place(epoch=3)
@@ -328,17 +336,17 @@ async def test_one_that_kept_nothing_whole_is_as_good_as_asleep(world: World) ->
     world.file.write_bytes(b"half")
     await world.place(tier=Tier.DISK, epoch=2)
     asleep = await world.resident()
-    assert asleep.settled and asleep.doing == Doing.GONE and world.running == 0
+    assert asleep.is_reconciled and asleep.phase == InstancePhase.GONE and world.running == 0
     assert asleep.reports[0].tier == Tier.ABSENT
     await world.place(epoch=3)
-    assert not (await world.resident()).settled and world.running == 1
+    assert not (await world.resident()).is_reconciled and world.running == 1
 
 
 @story_on(in_world, "tmp_path")
 async def test_what_a_dead_sleeper_has_kept_goes_with_its_resident(world: World) -> None:
     await world.place(tier=Tier.DISK)
     world.keep()
-    await world.write(Remove("g0", "g0.0", WHY))
+    await world.write(RemoveInstance("g0", "g0.0", WHY))
     await world.clock.sleep(10.0)
     assert not world.file.exists() and world.starts == 0
 
@@ -348,10 +356,10 @@ async def test_of_two_residents_with_one_name_the_second_is_told_as_failed(world
     await world.place()
     await world.place("g0.1")
     first, second = await world.resident("g0.0"), await world.resident("g0.1")
-    assert first.doing == Doing.STARTING and world.starts == 1
-    assert second.doing == Doing.FAILED
+    assert first.phase == InstancePhase.STARTING and world.starts == 1
+    assert second.phase == InstancePhase.FAILED
     assert "trainer/j is that of g0.0" in second.detail and "g0.1" in second.detail
-    await world.write(Remove("g0", "g0.0", WHY))
+    await world.write(RemoveInstance("g0", "g0.0", WHY))
     await world.clock.sleep(10.0)
-    assert (await world.resident("g0.1")).doing == Doing.STARTING
+    assert (await world.resident("g0.1")).phase == InstancePhase.STARTING
     assert (world.running, world.starts) == (1, 2)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.common.state import events
-from meshrl.common.state.pool.placing.decisions import Serve
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Doing, Role, Tier
+from meshrl.common.state.pool.scheduling.decisions import AssignServices
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import InstancePhase, Role, Tier
 from tests.load import scaled
 from tests.unit.node.smallmesh import WHY, SmallMesh, gone, until
 
@@ -50,7 +50,7 @@ async def test_residents_of_two_jobs_share_a_worker_and_none_hears_of_anothers_c
     ]
     told = [
         (e.fields["status"], e.fields["tier"], e.fields["epoch"])
-        for e in await events.read(mesh.state)
+        for e in await events.read_page(mesh.state)
         if e.kind == "actual" and e.fields["resident"] == "g0.1"
     ]
     assert told[0] == ("starting", "absent", 1) and told[-1] == ("ready", "memory", 2)
@@ -69,11 +69,11 @@ async def test_a_slow_or_failing_resident_does_not_hold_up_another(mesh: SmallMe
     await mesh.remove("g0.0")
     await mesh.place("g0.2")
     await mesh.until("started", "g0.2", lambda r: 0 in r.reports)
-    assert start_time(slow), "it drains for seconds"
+    assert read_start_time(slow), "it drains for seconds"
     await mesh.until_settled("g0.2")
-    failed = await mesh.until("failed", "g0.1", lambda r: r.doing == Doing.FAILED)
+    failed = await mesh.until("failed", "g0.1", lambda r: r.phase == InstancePhase.FAILED)
     assert "exit status 9" in failed.detail and "engine-g0.1.log" in failed.detail
-    assert (await mesh.resident("g0.2")).settled
+    assert (await mesh.resident("g0.2")).is_reconciled
     assert await gone(slow)
 
 
@@ -148,7 +148,7 @@ async def test_without_an_agent_nothing_is_left_after_a_while(
     mesh: SmallMesh, redis_too: bool
 ) -> None:
     agent = await mesh.begin("--orphan-s", "3")
-    await mesh.write(Serve("here", ("sandbox/j/0",), WHY))
+    await mesh.write(AssignServices("here", ("sandbox/j/0",), WHY))
     names = ("worker/w0", "engine/g0.0", "sandbox/j/0")
     pids = [await mesh.pid_of(name) for name in names]
     agent.kill()
@@ -165,14 +165,14 @@ async def test_a_move_without_room_is_refused_by_its_numbers_and_the_process_sta
     await mesh.begin("--memory-bytes", "999", "--accelerator-bytes", "1500")
     engine = await mesh.pid_of("engine/g0.0")
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
-    refused = await mesh.until("refused", "g0.0", lambda r: r.doing == Doing.FAILED)
+    refused = await mesh.until("refused", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     assert "would take 1000 bytes of memory, and others have 0 of 999" in refused.detail
     assert refused.reports[0].tier == Tier.ACCELERATOR and refused.reports[0].epoch == 2
 
     await mesh.place("g0.1", job="k")
-    larger = await mesh.until("refused", "g0.1", lambda r: r.doing == Doing.FAILED)
+    larger = await mesh.until("refused", "g0.1", lambda r: r.phase == InstancePhase.FAILED)
     assert "which makes 2000 of 1500" in larger.detail
-    assert (await mesh.resident("g0.0")).doing == Doing.FAILED
+    assert (await mesh.resident("g0.0")).phase == InstancePhase.FAILED
 
     await mesh.settle("g0.0", tier=Tier.DISK, epoch=3)
     assert await mesh.pid_of("engine/g0.0") == engine
@@ -186,7 +186,7 @@ async def test_what_is_reported_for_an_earlier_wish_is_refused_and_the_later_one
     settled = await mesh.settle("g0.0")
     report = settled.reports[0]
     await mesh.place("g0.0", tier=Tier.MEMORY, epoch=2)
-    assert not await pool.report(mesh.state, "w0", "g0", "g0.0", report)
+    assert not await pool.report_instance(mesh.state, "w0", "g0", "g0.0", report)
     asleep = await mesh.until_settled("g0.0")
     assert asleep.reports[0].tier == Tier.MEMORY
 
@@ -194,7 +194,7 @@ async def test_what_is_reported_for_an_earlier_wish_is_refused_and_the_later_one
 async def test_what_a_resident_has_kept_on_disk_goes_with_it_and_not_with_its_worker(
     mesh: SmallMesh,
 ) -> None:
-    kept = Path(mesh.settings.kept_directory("worker/w0"))
+    kept = Path(mesh.settings.make_offload_directory("worker/w0"))
     mine, others, half = (
         kept / name for name in ("engine-g0.0.kept", "trainer-x.kept", "engine-g9.0.kept.new")
     )
@@ -205,6 +205,6 @@ async def test_what_a_resident_has_kept_on_disk_goes_with_it_and_not_with_its_wo
         file.write_bytes(b"tensors")
     os.kill(await mesh.pid_of("worker/w0"), signal.SIGKILL)
     await until(lambda: os.listdir(kept) == [mine.name])
-    await mesh.until("asleep", "g0.0", lambda r: r.doing == Doing.GONE and r.settled)
+    await mesh.until("asleep", "g0.0", lambda r: r.phase == InstancePhase.GONE and r.is_reconciled)
     await mesh.remove("g0.0")
     await until(lambda: not mine.exists())

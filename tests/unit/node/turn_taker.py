@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from meshrl.common.mesh.residents.turns import Turns
-from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run
-from meshrl.common.state.pool.workers.seat import Seat, parser
-from meshrl.services.engine.running import ThreadDriver
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings, run_service
+from meshrl.common.state.pool.workers.placement import Placement, build_parser
+from meshrl.services.engine.role_process import ThreadDriver
 from meshrl.services.engine.service import EngineService
 from meshrl.services.trainer.compute.piece_runner import PieceRunner
-from meshrl.services.trainer.gang.compute import Compute
+from meshrl.services.trainer.gang.gang_compute import GangCompute
 from meshrl.services.trainer.ranks.rank import Rank
 from tests.unit.common.generation.engines_under_test import built_in, request
 from tests.unit.trainer.ranks.batches_under_test import BINS, bins_of_step, fresh_learner
@@ -45,42 +45,42 @@ class Noted:
         return noted
 
 
-async def generate(mesh: Mesh, turns: Turns, note: Path) -> None:
+async def generate(mesh: Mesh, turns: SliceClient, note: Path) -> None:
     engine: Any = Noted(built_in("eager", SLOTS, 128, clock=mesh.clock), "step", note)
     driver = ThreadDriver(asyncio.get_running_loop())
-    service = EngineService(mesh, engine, driver.deliver, turns=turns)
+    service = EngineService(mesh, engine, driver.call_on_loop, time_slices=turns)
     driver.start(service)
     count = 0
     while True:
-        if not engine.running:
+        if not engine.num_running:
             asked = [request(count + i, max_new=NEW) for i in range(SLOTS)]
-            service.commands.give(lambda asked=asked: engine.submit(asked))  # type: ignore[misc]
+            service.commands.enqueue(lambda asked=asked: engine.submit(asked))  # type: ignore[misc]
             count += SLOTS
         await mesh.clock.sleep(0.02)
 
 
-async def train(mesh: Mesh, turns: Turns, note: Path) -> None:
-    learner: Any = Noted(fresh_learner("plain"), "bins_gradient", note)
-    compute = Compute(mesh, "j", Rank.alone(learner), PieceRunner(mesh, turns))
+async def train(mesh: Mesh, turns: SliceClient, note: Path) -> None:
+    learner: Any = Noted(fresh_learner("plain"), "compute_local_gradient", note)
+    compute = GangCompute(mesh, "j", Rank.for_single_rank(learner), PieceRunner(mesh, turns))
     while True:
-        await compute.begin()
+        await compute.begin_step()
         for index, bin in enumerate(bins_of_step(0)):
-            await compute.compute(index, [bin])
-        await compute.apply(BINS, 1.0, 1.0)
+            await compute.compute_round(index, [bin])
+        await compute.apply_gradient(BINS, 1.0, 1.0)
 
 
-async def main(kind: str, seat: Seat) -> None:
+async def main(kind: str, seat: Placement) -> None:
     torch.set_num_threads(1)
     settings = MeshSettings.from_env()
     mesh = await Mesh.open(f"{kind}/{seat.resident}", kind, settings)
     await mesh.join(None)
-    turns = Turns(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
+    turns = SliceClient(mesh, seat.keeper, seat.resident, seat.generation, enabled=seat.turns)
     work = generate if kind == "engine" else train
     await work(mesh, turns, Path(settings.run_root) / kind)
 
 
 if __name__ == "__main__":
-    options = parser(__doc__)
+    options = build_parser(__doc__)
     options.add_argument("--kind", required=True)
     arguments = options.parse_args()
-    run(lambda: main(arguments.kind, Seat.of(arguments)))
+    run_service(lambda: main(arguments.kind, Placement.from_args(arguments)))

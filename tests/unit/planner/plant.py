@@ -10,8 +10,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
-from meshrl.common.state.pool.demand.needs import PlannedJob
+from meshrl.common.state.pool.demand.measurements import (
+    QUANTILES,
+    DecodeCurve,
+    LengthQuantiles,
+    MeasuredWork,
+    Measurements,
+)
+from meshrl.common.state.pool.demand.requirements import PlannedJob
 from meshrl.common.state.pool.workers.rows import Role, Tier
 from tests.unit.planner.pools import Looks
 
@@ -80,10 +86,10 @@ class Plant:
         return step_s * count
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> Measurements:
         """What its processes have published by now."""
-        curve = Curve("cpu", 1, self.base_s, self.sequence_s, steps=1000)
-        return Measured({"everybody": self.total}, (curve,))
+        curve = DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=1000)
+        return Measurements({"everybody": self.total}, (curve,))
 
 
 def run(looks: Looks, plant: Plant, steps: int, job: str = "job", *, ready: bool = True) -> None:
@@ -126,13 +132,13 @@ class Tall:
     total: MeasuredWork = field(default_factory=MeasuredWork)
     steps: int = 0
 
-    def curve(self, degree: int) -> Curve:
+    def curve(self, degree: int) -> DecodeCurve:
         """Of a gang of so many workers."""
         if degree == 1:
-            return Curve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
+            return DecodeCurve("cpu", 1, self.base_s, self.sequence_s, steps=100 + 300 * self.steps)
         base_s = self.drag * self.base_s * (1 / degree + self.waits)
         each_s = self.drag * self.sequence_s / degree
-        return Curve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
+        return DecodeCurve("cpu", degree, base_s, each_s, steps=100 + 300 * self.steps)
 
     def rollout_s(self, degrees: Sequence[int]) -> float:
         """Seconds of a step."""
@@ -154,7 +160,7 @@ class Tall:
         ordered, found = sorted(has), []
         for index, tokens in enumerate(ordered):
             batch = min(SLOTS, len(ordered) - index)
-            at_s += (tokens - done) * curve.step_s(batch)
+            at_s += (tokens - done) * curve.predict_step_s(batch)
             done = tokens
             found.append(at_s)
         return found
@@ -183,11 +189,11 @@ class Tall:
         )
         return step_s
 
-    def measured(self, degrees: Sequence[int]) -> Measured:
+    def measured(self, degrees: Sequence[int]) -> Measurements:
         """What its processes have published by now."""
         curves = tuple(self.curve(degree) for degree in degrees)
-        levels = tuple(float(one) for one in np.quantile(self.sampled, LEVELS))
-        return Measured({"everybody": self.total}, curves, Lengths(512, levels, 50.0))
+        levels = tuple(float(one) for one in np.quantile(self.sampled, QUANTILES))
+        return Measurements({"everybody": self.total}, curves, LengthQuantiles(512, levels, 50.0))
 
 
 def degrees_of(looks: Looks, job: str = "job") -> list[int]:

@@ -8,31 +8,31 @@ from itertools import pairwise
 from typing import Any
 
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.demand.needs import Need, PlannedJob
-from meshrl.common.state.pool.placing.decisions import (
-    Admit,
+from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
     Decision,
-    Decline,
-    Dissolve,
+    DissolveGang,
     FailJob,
     FinishMove,
-    Form,
-    Place,
-    Remove,
-    Serve,
+    FormGang,
+    PlaceInstance,
+    RejectRequest,
+    RemoveInstance,
+    SetBlockReason,
 )
-from meshrl.common.state.pool.placing.snapshot import PoolHost, Snapshot
+from meshrl.common.state.pool.scheduling.snapshot import PoolHost, PoolSnapshot
 from meshrl.common.state.pool.workers.rows import (
-    Doing,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
     WorkerRow,
 )
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.decide import decide
+from meshrl.services.planner.decision import decide
 from meshrl.services.planner.memory import PlannerMemory
 
 NOW_MS = 1_000_000
@@ -41,7 +41,7 @@ LOOK_MS = 500
 
 def pool(
     hosts: Sequence[int], *jobs: PlannedJob, networks: Sequence[str] = (), **other: Any
-) -> Snapshot:
+) -> PoolSnapshot:
     """A mesh that has been up for long: so many workers on each host, `host0` first. `networks` of
     the hosts: all are in the head's, if it says nothing.
     """
@@ -52,31 +52,33 @@ def pool(
             worker = WorkerRow(f"w{number}", f"host{host}", "cpu:0", number + 1, network=network)
             workers.append(worker)
     names = tuple(PoolHost(f"host{host}") for host in range(len(hosts)))
-    return Snapshot(NOW_MS, tuple(workers), (), jobs, names, **other)
+    return PoolSnapshot(NOW_MS, tuple(workers), (), jobs, names, **other)
 
 
 def job(id: str = "job", **other: Any) -> PlannedJob:
     """One that trains; what differs is said of it or of its need."""
-    needs = {key: other.pop(key) for key in list(other) if key in Need.__slots__}
+    needs = {key: other.pop(key) for key in list(other) if key in JobRequirements.__slots__}
     about: dict[str, Any] = {"phase": Phase.TRAINING, "steps_done": 10, "groups_per_step": 16}
     about |= {"group_size": 8, "slots": 64, "steps": 1000}
-    return PlannedJob(id, need=Need(**needs), **(about | other))
+    return PlannedJob(id, need=JobRequirements(**needs), **(about | other))
 
 
 def settled(gang: Gang) -> Gang:
     """Its residents do what is wished."""
-    return replace(gang, residents=tuple(does(r, Doing.READY) for r in gang.residents))
+    return replace(gang, residents=tuple(does(r, InstancePhase.READY) for r in gang.residents))
 
 
-def does(resident: Resident, doing: Doing) -> Resident:
+def does(resident: Instance, doing: InstancePhase) -> Instance:
     reports = {
-        rank: Report(rank, resident.generation, resident.epoch, 1, doing, resident.tier)
+        rank: InstanceReport(rank, resident.generation, resident.epoch, 1, doing, resident.tier)
         for rank in resident.ranks
     }
     return replace(resident, reports=reports)
 
 
-def applied(snapshot: Snapshot, decisions: Iterable[Decision], ready: bool = True) -> Snapshot:
+def applied(
+    snapshot: PoolSnapshot, decisions: Iterable[Decision], ready: bool = True
+) -> PoolSnapshot:
     """What the next look finds; each decision must apply as Redis would have it."""
     gangs = {gang.id: gang for gang in snapshot.gangs}
     jobs = {job.id: job for job in snapshot.jobs}
@@ -87,34 +89,34 @@ def applied(snapshot: Snapshot, decisions: Iterable[Decision], ready: bool = Tru
     left: list[str] = []
     for decision in decisions:
         match decision:
-            case Form(gang, workers):
+            case FormGang(gang, workers):
                 assert gang == f"g{formed}"
                 assert not {w for other in gangs.values() for w in other.workers} & set(workers)
                 gangs[gang] = Gang(gang, workers, 1, (), snapshot.now_ms)
                 formed += 1
-            case Dissolve(gang):
+            case DissolveGang(gang):
                 assert not gangs.pop(gang).residents
-            case Place(gang, resident):
+            case PlaceInstance(gang, resident):
                 _placed(gangs, gang, resident)
                 requests.pop(decision.op, None)
                 if decision.move is not None:
                     moves[resident.id] = decision.move
-            case Remove(gang, resident_id):
+            case RemoveInstance(gang, resident_id):
                 before = gangs[gang]
                 kept = tuple(r for r in before.residents if r.id != resident_id)
                 assert len(kept) == len(before.residents) - 1
                 gangs[gang] = replace(before, residents=kept)
                 left.append(resident_id)
                 requests.pop(decision.op, None)
-            case Admit(id, held):
+            case SetBlockReason(id, held):
                 jobs[id] = replace(jobs[id], held=held)
             case FailJob(id):
                 del jobs[id]
-            case Serve(host, services):
+            case AssignServices(host, services):
                 hosts[host] = replace(hosts[host], services=services)
             case FinishMove(move):
                 del moves[move.id]
-            case Decline(op):
+            case RejectRequest(op):
                 del requests[op]
     assert not set(left) & set(moves), "Redis strikes these off: they must be told of"
     where = {worker: gang.id for gang in gangs.values() for worker in gang.workers}
@@ -135,7 +137,7 @@ def applied(snapshot: Snapshot, decisions: Iterable[Decision], ready: bool = Tru
     )
 
 
-def _placed(gangs: dict[str, Gang], gang: str, resident: Resident) -> None:
+def _placed(gangs: dict[str, Gang], gang: str, resident: Instance) -> None:
     before = gangs[gang]
     there = {r.id: r for r in before.residents}
     placed = before.placed
@@ -153,14 +155,14 @@ def _placed(gangs: dict[str, Gang], gang: str, resident: Resident) -> None:
 class Looks:
     """A leader's looks at a pool, one after the other."""
 
-    def __init__(self, snapshot: Snapshot, memory: PlannerMemory | None = None) -> None:
+    def __init__(self, snapshot: PoolSnapshot, memory: PlannerMemory | None = None) -> None:
         self.snapshot, self.memory = snapshot, memory or PlannerMemory()
         self.decisions: list[Decision] = []  # of the last look
 
     def look(self, ready: bool = True) -> list[Decision]:
         """Decides once, and has that done; `ready` is whether residents get there at once."""
         self.decisions, self.memory = decide(
-            self.snapshot, PlannerMemory.of(self.memory.document())
+            self.snapshot, PlannerMemory.decode(self.memory.encode())
         )
         self.snapshot = applied(self.snapshot, self.decisions, ready)
         check(self.snapshot)
@@ -194,7 +196,7 @@ class Looks:
         found = [replace(j, **other) if j.id == id else j for j in self.snapshot.jobs]
         self.change(jobs=tuple(found))
 
-    def residents(self, job: str = "job") -> list[tuple[str, Resident]]:
+    def residents(self, job: str = "job") -> list[tuple[str, Instance]]:
         """(first worker, resident) of a job, by worker."""
         found = [
             (gang.workers[resident.ranks[0]], resident)
@@ -231,7 +233,7 @@ def begun(hosts: Sequence[int], *jobs: PlannedJob, **other: Any) -> Looks:
     return looks
 
 
-def awake(snapshot: Snapshot, job: str) -> set[str]:
+def awake(snapshot: PoolSnapshot, job: str) -> set[str]:
     return {
         gang.workers[rank]
         for gang in snapshot.gangs
@@ -241,7 +243,7 @@ def awake(snapshot: Snapshot, job: str) -> set[str]:
     }
 
 
-def check(snapshot: Snapshot) -> None:
+def check(snapshot: PoolSnapshot) -> None:
     """What holds at every look: a worker is in one gang, and its accelerator is one resident's, or
     of an engine and a core of one job that take turns; a job has one core and its gang one host,
     or one network if the pool says so, with the ranks of a host next to each other. An engine is on
@@ -252,7 +254,10 @@ def check(snapshot: Snapshot) -> None:
     there_are = {worker.id: worker for worker in snapshot.workers}
     cores: list[str] = []
     for gang in snapshot.gangs:
-        assert len({snapshot.settings.place(there_are[worker]) for worker in gang.workers}) == 1
+        assert (
+            len({snapshot.settings.get_gang_location(there_are[worker]) for worker in gang.workers})
+            == 1
+        )
         hosts = [there_are[worker].host for worker in gang.workers]
         assert sum(one != other for one, other in pairwise(hosts)) == len(set(hosts)) - 1
         cores += [resident.job for resident in gang.residents if resident.core]

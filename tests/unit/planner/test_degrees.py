@@ -9,15 +9,18 @@ from dataclasses import replace
 import pytest
 
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.decisions import Decline, FailJob, Remove
-from meshrl.common.state.pool.placing.fitting import fitted, never_fits
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.workers.rows import Budget, Doing, Role, WorkerRow
+from meshrl.common.state.pool.scheduling.decisions import FailJob, RejectRequest, RemoveInstance
+from meshrl.common.state.pool.scheduling.feasibility import (
+    drop_infeasible_degrees,
+    explain_infeasible,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import InstancePhase, Role, TierBytes, WorkerRow
 from meshrl.common.state.pool.workers.settings import PoolSettings
 from meshrl.services.planner.memory import PlannerMemory
-from meshrl.services.planner.policies.engines import shape
-from meshrl.services.planner.pool.draft import Draft
-from meshrl.services.planner.pool.presence import present
+from meshrl.services.planner.policies.engine_placement import reshape_engines
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.presence import compute_presence
 from tests.unit.planner.pools import QUIET, Looks, applied, begun, check, does, job, pool, settled
 
 SHORT_MS = round(1000 * PoolSettings().short_s) + 1
@@ -32,9 +35,9 @@ def degrees(looks: Looks, id: str = "job") -> list[int]:
 def wished(looks: Looks, wanted: Sequence[int], helpers: int | None = None) -> bool:
     """One look at which somebody wishes for these engines, which settle; whether they are there."""
     snapshot = looks.snapshot
-    draft = Draft(snapshot, present(snapshot, PlannerMemory()).usable)
-    done = shape(draft, snapshot.jobs[0], wanted, helpers=helpers)
-    draft.clear()
+    draft = PoolDraft(snapshot, compute_presence(snapshot, PlannerMemory()).usable_workers)
+    done = reshape_engines(draft, snapshot.jobs[0], wanted, hybrids=helpers)
+    draft.dissolve_empty_gangs()
     looks.decisions = draft.decisions
     looks.snapshot = applied(snapshot, draft.decisions)
     check(looks.snapshot)
@@ -43,7 +46,7 @@ def wished(looks: Looks, wanted: Sequence[int], helpers: int | None = None) -> b
 
 
 def left(looks: Looks) -> int:
-    return sum(isinstance(decision, Remove) for decision in looks.decisions)
+    return sum(isinstance(decision, RemoveInstance) for decision in looks.decisions)
 
 
 # -- by default ------------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ def test_engines_are_gangs_of_the_smallest_degree_of_one_host_each() -> None:
 def test_workers_too_small_for_a_whole_model_form_the_next_degree() -> None:
     looks = Looks(pool([4], job(degrees=(1, 2, 4), bytes=100, half=True), settings=QUIET))
     for worker in ("w1", "w2", "w3"):
-        looks.worker(worker, budget=Budget(accelerator=30))
+        looks.worker(worker, budget=TierBytes(accelerator=30))
     looks.settle()
     assert degrees(looks) == [2] and looks.roles()["w0"] == "core"
     assert looks.snapshot.jobs[0].need.degrees == (1, 2, 4)
@@ -81,7 +84,7 @@ def test_an_engine_of_several_takes_no_turns_with_a_core() -> None:
 def test_a_job_without_room_for_both_is_told(hosts: list[int], ranks: int, says: str) -> None:
     wanted = job(degrees=(2,), ranks=ranks, alternates=False)
     looks = Looks(pool(hosts, wanted))
-    told = never_fits(wanted.need, looks.snapshot.workers, PoolSettings())
+    told = explain_infeasible(wanted.need, looks.snapshot.workers, PoolSettings())
     assert says in told and bool(told) == bool(says)
 
 
@@ -209,11 +212,11 @@ def test_a_merge_that_fails_is_undone(eight: Looks) -> None:
     wished(eight, [4, 4])
     looks = eight
     snapshot = looks.snapshot
-    draft = Draft(snapshot, present(snapshot, PlannerMemory()).usable)
-    shape(draft, snapshot.jobs[0], [8])
+    draft = PoolDraft(snapshot, compute_presence(snapshot, PlannerMemory()).usable_workers)
+    reshape_engines(draft, snapshot.jobs[0], [8])
     looks.snapshot = applied(snapshot, draft.decisions, ready=False)
     [gang] = [g for g in looks.snapshot.gangs if len(g.workers) == 8]
-    failed = tuple(does(r, Doing.FAILED) for r in gang.residents)
+    failed = tuple(does(r, InstancePhase.FAILED) for r in gang.residents)
     others = [settled(g) for g in looks.snapshot.gangs if g is not gang]
     looks.change(gangs=(*others, replace(gang, residents=failed)))
     looks.settle()
@@ -237,7 +240,7 @@ def test_a_worker_of_an_engine_is_moved_alone_and_the_engine_ends() -> None:
 def test_a_worker_alone_is_no_engine_of_two() -> None:
     looks = begun([4, 1], job(degrees=(2,), alternates=False, helped=False))
     looks.change(requests=(PoolRequest("op", "move", "w4", Role.ROLLOUT, "job"),))
-    [declined] = [d for d in looks.look() if isinstance(d, Decline)]
+    [declined] = [d for d in looks.look() if isinstance(d, RejectRequest)]
     assert "takes 2 workers of one host" in declined.reason or looks.roles()["w4"] == "core"
 
 
@@ -267,5 +270,5 @@ def more(*ids: str) -> list[WorkerRow]:
 def test_degrees_that_fit_no_worker_are_not_thought_of() -> None:
     workers = pool([2]).workers
     need = job(degrees=(1, 2, 4), alternates=True).need
-    assert fitted(need, workers).degrees == (1, 2)
-    assert fitted(job(degrees=(4,)).need, workers).degrees == (4,)
+    assert drop_infeasible_degrees(need, workers).degrees == (1, 2)
+    assert drop_infeasible_degrees(job(degrees=(4,)).need, workers).degrees == (4,)

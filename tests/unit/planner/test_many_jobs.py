@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from meshrl.common.base.errors import Refused
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.demand.needs import PlannedJob
-from meshrl.common.state.pool.placing.decisions import Decision, Place
-from meshrl.common.state.pool.placing.fitting import least_workers, never_fits
-from meshrl.common.state.pool.store.reading import snapshot_document, snapshot_of
-from meshrl.common.state.pool.workers.rows import Doing, Tier
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Decision, PlaceInstance
+from meshrl.common.state.pool.scheduling.feasibility import count_min_workers, explain_infeasible
+from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot, encode_snapshot
+from meshrl.common.state.pool.workers.rows import InstancePhase, Tier
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.admission.sharing import ShareBounds, fill
-from meshrl.services.planner.explain import kind_of
+from meshrl.services.planner.admission.fair_shares import ShareBounds, fill_shares
+from meshrl.services.planner.explain import get_decision_kind
 from tests.load import scaled
 from tests.unit.planner.pools import Looks, begun, does, job, pool
 
@@ -84,7 +84,7 @@ def test_a_core_that_still_starts_makes_room_unless_it_alone_has_what_was_traine
     assert looks.roles("a") == {"w0": "core@disk"}
 
 
-def sleepers_do(looks: Looks, doing: Doing) -> None:
+def sleepers_do(looks: Looks, doing: InstancePhase) -> None:
     """What those that are to be on disk say of themselves."""
     gangs = [
         replace(
@@ -101,7 +101,7 @@ def test_a_core_that_has_died_asleep_holds_nobody_up_and_wakes_where_it_was() ->
     core = next(r for _, r in looks.residents("a") if r.core)
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
     looks.look(ready=False)
-    sleepers_do(looks, Doing.GONE)
+    sleepers_do(looks, InstancePhase.GONE)
     looks.settle()
     assert looks.workers_of("b") == 2 and looks.roles("a") == {"w0": "core@disk"}
     looks.change(jobs=looks.snapshot.jobs[:1])
@@ -114,7 +114,7 @@ def test_where_the_disk_is_full_a_core_sleeps_in_memory() -> None:
     looks = begun([2], job("a"))
     looks.change(jobs=(*looks.snapshot.jobs, job("b", phase=Phase.QUEUED, priority=5, least=2)))
     looks.look(ready=False)
-    sleepers_do(looks, Doing.FAILED)
+    sleepers_do(looks, InstancePhase.FAILED)
     looks.settle()
     assert looks.roles("a") == {"w0": "core@memory"}
     assert looks.workers_of("b") == 2
@@ -149,7 +149,7 @@ def test_an_engine_that_takes_no_turns_has_a_worker_of_its_own() -> None:
     assert sorted(looks.roles("a").values()) == ["core", "rollout"]
     assert looks.roles("b") == {} and "it needs 2 workers" in looks.snapshot.jobs[1].held
     assert list(looks.roles("c").values()) == ["core+rollout"]
-    told = never_fits(jobs[0].need, looks.snapshot.workers[:1], PoolSettings())
+    told = explain_infeasible(jobs[0].need, looks.snapshot.workers[:1], PoolSettings())
     assert "2 workers (1 for its core, 1 to roll out)" in told
 
 
@@ -211,7 +211,7 @@ def looks_at(drawn: tuple[Any, ...]) -> Looks:
 
 
 def possible(looks: Looks, planned: PlannedJob) -> bool:
-    return not never_fits(planned.need, looks.snapshot.workers, looks.snapshot.settings)
+    return not explain_infeasible(planned.need, looks.snapshot.workers, looks.snapshot.settings)
 
 
 @given(pools)
@@ -226,7 +226,7 @@ def test_a_constant_snapshot_settles_and_every_job_that_runs_has_its_floor(
         if planned.held:
             assert has == 0
         elif has:
-            assert has >= least_workers(planned.need, looks.snapshot.settings.turns)
+            assert has >= count_min_workers(planned.need, looks.snapshot.settings.turns)
             roles = "+".join(looks.roles(planned.id).values())
             assert "core" in roles and "rollout" in roles
             assert not planned.need.most or has <= planned.need.most
@@ -296,7 +296,7 @@ def test_jobs_have_the_workers_that_max_min_gives_them(workers: int, weights: li
     if workers < 2 * len(jobs):
         return
     looks = begun([workers], *jobs)
-    wanted = fill({j.id: ShareBounds(2, float("inf"), j.need.share) for j in jobs}, workers)
+    wanted = fill_shares({j.id: ShareBounds(2, float("inf"), j.need.share) for j in jobs}, workers)
     assert {j.id: looks.workers_of(j.id) for j in jobs} == wanted
 
 
@@ -322,7 +322,11 @@ def test_ids_of_residents_are_never_used_again() -> None:
         more = (job(f"b{number}", submitted_ms=5),) if number % 2 else ()
         looks.change(jobs=(*jobs, *more))
         decisions = looks.settle()
-        seen += [d.resident.id for d in decisions if isinstance(d, Place) and d.resident.epoch == 1]
+        seen += [
+            d.resident.id
+            for d in decisions
+            if isinstance(d, PlaceInstance) and d.resident.epoch == 1
+        ]
     assert len(seen) == len(set(seen))
 
 
@@ -356,22 +360,22 @@ def explained(look: dict[str, Any]) -> str:
 def test_a_look_is_read_back_as_it_was_written(drawn: tuple[Any, ...]) -> None:
     looks = looks_at(drawn)
     looks.settle()
-    document = json.loads(json.dumps(snapshot_document(looks.snapshot)))
-    assert snapshot_of(document) == looks.snapshot
+    document = json.loads(json.dumps(encode_snapshot(looks.snapshot)))
+    assert decode_snapshot(document) == looks.snapshot
 
 
 def test_what_a_look_lacks_is_named() -> None:
-    document = snapshot_document(pool([1], job()))
+    document = encode_snapshot(pool([1], job()))
     document["workers"][0]["colour"] = "red"
     with pytest.raises(Refused, match=r"workers\[0\] has no colour"):
-        snapshot_of(document)
+        decode_snapshot(document)
     with pytest.raises(Refused, match="now_ms"):
-        snapshot_of({"workers": []})
+        decode_snapshot({"workers": []})
 
 
 def test_the_names_of_decisions_in_json_do_not_change() -> None:
     kinds = get_args(Decision)
-    assert [kind_of(kind.__new__(kind)) for kind in kinds] == DECISIONS
+    assert [get_decision_kind(kind.__new__(kind)) for kind in kinds] == DECISIONS
 
 
 def test_each_decision_is_told_with_its_rule_and_figures() -> None:

@@ -9,16 +9,30 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.base.encoding.plain import plain, restored
-from meshrl.common.hardware.shapes import ModelShape
-from meshrl.common.hardware.zebra.kinds import declared_profile
-from meshrl.common.state.pool.demand.measured import LEVELS, Lengths, Measured, MeasuredWork
-from meshrl.common.state.pool.demand.needs import PlannedJob
-from meshrl.common.state.pool.placing.decisions import Decision, Place
-from meshrl.common.state.pool.store.explained import explained_of
-from meshrl.common.state.pool.workers.rows import Apart, Doing, Report, Resident, Tier
-from meshrl.services.planner.costs.mixtures import Foretold, foretold
-from meshrl.services.planner.policies.mixtures import Mixture
+from meshrl.common.base.encoding.json_values import from_json_value, to_json_value
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.hardware.zebra.declared_profiles import build_declared_profile
+from meshrl.common.state.pool.demand.measurements import (
+    QUANTILES,
+    LengthQuantiles,
+    MeasuredWork,
+    Measurements,
+)
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Decision, PlaceInstance
+from meshrl.common.state.pool.store.planner_reports import decode_predictions
+from meshrl.common.state.pool.workers.rows import (
+    ExpertSplit,
+    Instance,
+    InstancePhase,
+    InstanceReport,
+    Tier,
+)
+from meshrl.services.planner.costs.expert_split_prediction import (
+    ExpertSplitPrediction,
+    predict_expert_split,
+)
+from meshrl.services.planner.policies.expert_split import ExpertSplitState
 from tests.unit.planner.pools import QUIET, Looks, job, pool
 
 K = 1024
@@ -54,7 +68,7 @@ def at_rest(kinds: list[str] = TWO_KINDS, **about: Any) -> Looks:
     return looks
 
 
-def core(looks: Looks) -> Resident:
+def core(looks: Looks) -> Instance:
     [found] = [resident for _, resident in looks.residents() if resident.core]
     return found
 
@@ -94,13 +108,13 @@ def left(looks: Looks) -> None:
     looks.change(gangs=tuple(gangs))
 
 
-def reports(r: Resident) -> dict[int, Report]:
-    one = Report(0, r.generation, r.epoch, 1, Doing.GONE, Tier.ABSENT)
+def reports(r: Instance) -> dict[int, InstanceReport]:
+    one = InstanceReport(0, r.generation, r.epoch, 1, InstancePhase.GONE, Tier.ABSENT)
     return {rank: replace(one, rank=rank) for rank in r.ranks}
 
 
 def ranks_told(looks: Looks) -> str:
-    return explained_of(looks.memory.document())["job"].ranks
+    return decode_predictions(looks.memory.encode())["job"].ranks
 
 
 def test_ranks_are_set_apart_where_that_is_predicted_to_pay() -> None:
@@ -149,10 +163,10 @@ def test_a_new_mesh_is_waited_for() -> None:
 def test_a_lost_core_comes_again_as_the_same_ranks() -> None:
     looks = at_rest()
     before = core(looks).apart
-    declared = declared_profile(SHAPE, "A40", "T4")
+    declared = build_declared_profile(SHAPE, "A40", "T4")
     told = [replace(declared.fast), replace(declared.slow, name="V100")]
     profiles = {kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in told}
-    looks.job("job", measured=Measured(profiles=profiles))
+    looks.job("job", measured=Measurements(profiles=profiles))
     looks.look()
     assert looks.memory.mixtures["job"].best != before, "it would be another one now"
     [gang] = [g for g in looks.snapshot.gangs if any(r.core for r in g.residents)]
@@ -196,7 +210,7 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     looks = at_rest()
     before = looks.memory.mixtures["job"]
     assert not before.profiled
-    declared = declared_profile(SHAPE, "A40", "V100")
+    declared = build_declared_profile(SHAPE, "A40", "V100")
     slower = replace(
         declared.slow,
         experts=replace(declared.slow.experts, seconds=(declared.slow.experts.seconds[0] * 4,)),
@@ -204,7 +218,7 @@ def test_what_ranks_measure_themselves_counts_for_more_than_what_is_declared() -
     profiles = {
         kind.name: {"kind": asdict(kind), "backward": 2.0} for kind in (declared.fast, slower)
     }
-    looks.job("job", measured=Measured(profiles=profiles))
+    looks.job("job", measured=Measurements(profiles=profiles))
     looks.look()
     after = looks.memory.mixtures["job"]
     assert after.profiled and after.predicted < before.predicted
@@ -245,8 +259,8 @@ def test_a_core_that_cannot_be_left_as_a_checkpoint_goes_on() -> None:
 
 
 def test_it_is_remembered_whole() -> None:
-    apart = Apart(2, 4, (0, 1, 2))
-    full = Mixture(
+    apart = ExpertSplit(2, 4, (0, 1, 2))
+    full = ExpertSplitState(
         apart,
         apart,
         ("A40", "V100"),
@@ -260,28 +274,30 @@ def test_it_is_remembered_whole() -> None:
         "",
         True,
     )
-    assert restored(Mixture, plain(full)) == full
-    assert restored(Mixture, plain(Mixture())) == Mixture()
+    assert from_json_value(ExpertSplitState, to_json_value(full)) == full
+    assert (
+        from_json_value(ExpertSplitState, to_json_value(ExpertSplitState())) == ExpertSplitState()
+    )
 
 
 def test_longer_sequences_have_more_ranks_with_attention() -> None:
     """By what is declared: attention grows faster than experts do."""
 
     def of(tokens: float) -> PlannedJob:
-        lengths = Lengths(100, tuple([tokens] * 16))
-        measured = Measured(lengths=lengths)
+        lengths = LengthQuantiles(100, tuple([tokens] * 16))
+        measured = Measurements(lengths=lengths)
         return job(ranks=6, divides=True, shape=SHAPE, bin_tokens=32 * K, measured=measured)
 
     there = {"A40": 5, "V100": 5}
-    short, long = (foretold(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
-    assert isinstance(short, Foretold) and isinstance(long, Foretold)
-    assert short.apart.attention < long.apart.attention
+    short, long = (predict_expert_split(of(tokens), there) for tokens in (1.0 * K, 32.0 * K))
+    assert isinstance(short, ExpertSplitPrediction) and isinstance(long, ExpertSplitPrediction)
+    assert short.expert_split.attention < long.expert_split.attention
 
 
 def test_a_place_decision_says_by_which_figures() -> None:
     looks = at_rest()
     found = watched(looks, 1.0)
-    [place] = [one for one in found if isinstance(one, Place) and one.resident.core]
+    [place] = [one for one in found if isinstance(one, PlaceInstance) and one.resident.core]
     assert place.why.rule == "mixture" and place.why.inputs["predicted"] > 0
 
 
@@ -298,14 +314,14 @@ def test_at_a_declared_pace_as_much_less_is_predicted_as_everything_takes_longer
 def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
     looks = at_rest()
     before = looks.memory.mixtures["job"]
-    longer = Lengths(100, (12.0 * K,) * len(LEVELS), 2.0 * K)
-    looks.job("job", measured=Measured(lengths=longer))
+    longer = LengthQuantiles(100, (12.0 * K,) * len(QUANTILES), 2.0 * K)
+    looks.job("job", measured=Measurements(lengths=longer))
     looks.look()
     after = looks.memory.mixtures["job"]
     assert not before.sampled and after.sampled
     assert after.predicted < before.predicted, "attention of long sequences takes longer"
-    assert restored(Mixture, plain(after)) == after
-    looks.job("job", measured=Measured())
+    assert from_json_value(ExpertSplitState, to_json_value(after)) == after
+    looks.job("job", measured=Measurements())
     looks.look()
     assert looks.memory.mixtures["job"] == after, "what is known stays known"
 
@@ -313,8 +329,8 @@ def test_it_is_predicted_again_once_lengths_are_sampled() -> None:
 def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
     """The verdict that none fits is marked, so that a second one would show."""
     looks = mixed(TWO_KINDS, shape=replace(SHAPE, parameters=1e12, active=2e11))
-    lengths = Lengths(100, (2.0 * K,) * len(LEVELS), 1.0 * K)
-    looks.job("job", measured=Measured(lengths=lengths))
+    lengths = LengthQuantiles(100, (2.0 * K,) * len(QUANTILES), 1.0 * K)
+    looks.job("job", measured=Measurements(lengths=lengths))
     looks.settle()
 
     def looked(**about: Any) -> str:
@@ -325,7 +341,7 @@ def test_divisions_are_priced_again_only_when_an_input_has_changed() -> None:
         return looks.memory.mixtures["job"].why
 
     near = replace(lengths, count=200, prompt=1.01 * K)
-    assert looked() == looked(measured=Measured(lengths=near)) == "marked"
-    longer = replace(lengths, sampled=(4.0 * K,) * len(LEVELS))
-    for change in ({"measured": Measured(lengths=longer)}, {"group_size": 3}):
+    assert looked() == looked(measured=Measurements(lengths=near)) == "marked"
+    longer = replace(lengths, sampled=(4.0 * K,) * len(QUANTILES))
+    for change in ({"measured": Measurements(lengths=longer)}, {"group_size": 3}):
         assert "no division of 4 ranks" in looked(**change)

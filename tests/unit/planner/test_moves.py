@@ -10,9 +10,9 @@ import pytest
 
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.decisions import FinishMove, Place, Remove
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.workers.rows import Doing, Gang, Resident, Role, Tier
+from meshrl.common.state.pool.scheduling.decisions import FinishMove, PlaceInstance, RemoveInstance
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role, Tier
 from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import Plant, run, split, stepped
 from tests.unit.planner.pools import LOOK_MS, Looks, begun, does, job, pool, settled
@@ -20,11 +20,11 @@ from tests.unit.planner.pools import LOOK_MS, Looks, begun, does, job, pool, set
 SLOW_TRAINER: dict[str, Any] = {"work_s": 4.0, "base_s": 0.005, "sequence_s": 0.0005}
 
 
-def moved(looks: Looks, plant: Plant) -> Place:
+def moved(looks: Looks, plant: Plant) -> PlaceInstance:
     """The move that a slow trainer is helped by; it is not there yet."""
     for _ in range(12):
         run(looks, plant, 1, ready=False)
-        places = [d for d in looks.decisions if isinstance(d, Place)]
+        places = [d for d in looks.decisions if isinstance(d, PlaceInstance)]
         if places:
             [place] = places
             assert place.move is not None and place.why.rule == "stage_time"
@@ -76,7 +76,7 @@ def test_a_move_that_does_not_arrive_is_undone_and_not_tried_again_at_once(how: 
                 replace(
                     gang,
                     residents=tuple(
-                        does(r, Doing.FAILED) if r.id == place.resident.id else r
+                        does(r, InstancePhase.FAILED) if r.id == place.resident.id else r
                         for r in gang.residents
                     ),
                 )
@@ -124,10 +124,10 @@ def test_what_is_remembered_survives_its_record() -> None:
     run(looks, plant, 20)
     looks.worker("w1", alive=False)
     looks.look()
-    document = json.loads(json.dumps(looks.memory.document()))
-    assert PlannerMemory.of(document).document() == document
+    document = json.loads(json.dumps(looks.memory.encode()))
+    assert PlannerMemory.decode(document).encode() == document
     assert looks.memory.missing == {"w1": looks.snapshot.now_ms - LOOK_MS}
-    assert looks.memory.after_outage().missing == {}
+    assert looks.memory.reset_after_outage().missing == {}
 
 
 def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
@@ -137,7 +137,7 @@ def test_helpers_that_a_core_takes_nothing_of_roll_out() -> None:
     looks.job("job", need=replace(need, helped=False))
     decisions = looks.settle()
     assert sorted(looks.roles().values()) == ["core", "rollout", "rollout", "rollout"]
-    assert next(d for d in decisions if isinstance(d, Place)).why.rule == "unhelped"
+    assert next(d for d in decisions if isinstance(d, PlaceInstance)).why.rule == "unhelped"
     looks.job("job", need=need)
     looks.settle()
     run(looks, Plant(**SLOW_TRAINER), 12)
@@ -160,7 +160,9 @@ def failed(looks: Looks, tier: Tier) -> None:
     gangs = [
         replace(
             gang,
-            residents=tuple(does(r, Doing.FAILED) if r.tier == tier else r for r in gang.residents),
+            residents=tuple(
+                does(r, InstancePhase.FAILED) if r.tier == tier else r for r in gang.residents
+            ),
         )
         for gang in looks.snapshot.gangs
     ]
@@ -207,16 +209,16 @@ def test_a_paused_core_leaves_a_host_that_drains_once_a_checkpoint_has_it() -> N
 
 
 def test_a_job_gives_back_where_a_core_is_to_wake_and_keeps_its_engine() -> None:
-    asleep = Resident("g1.0", "a", Role.TRAINING, core=True, tier=Tier.DISK)
+    asleep = Instance("g1.0", "a", Role.TRAINING, core=True, tier=Tier.DISK)
     there = (
-        Gang("g0", ("w0",), 1, (Resident("g0.0", "d", Role.TRAINING, core=True),), placed=1),
-        Gang("g1", ("w1",), 1, (asleep, Resident("g1.1", "d", Role.ROLLOUT)), placed=2),
-        Gang("g2", ("w2",), 1, (Resident("g2.0", "d", Role.ROLLOUT),), placed=1),
+        Gang("g0", ("w0",), 1, (Instance("g0.0", "d", Role.TRAINING, core=True),), placed=1),
+        Gang("g1", ("w1",), 1, (asleep, Instance("g1.1", "d", Role.ROLLOUT)), placed=2),
+        Gang("g2", ("w2",), 1, (Instance("g2.0", "d", Role.ROLLOUT),), placed=1),
     )
     jobs = (job("d"), job("a", rolls_out=False, most=1, submitted_ms=1))
     before = replace(pool([3], *jobs, gangs_formed=3), gangs=tuple(map(settled, there)))
     looks = Looks(before)
     decisions = looks.look()
-    assert [d.resident for d in decisions if isinstance(d, Remove)] == ["g1.1"]
+    assert [d.resident for d in decisions if isinstance(d, RemoveInstance)] == ["g1.1"]
     assert looks.roles("a") == {"w1": "core"}
     assert {r.id for _, r in looks.residents("d")} == {"g0.0", "g2.0"}

@@ -9,18 +9,18 @@ import pytest
 
 from meshrl.common.job.config import PlannerConfig
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.decisions import (
+from meshrl.common.state.pool.scheduling.decisions import (
     Decision,
-    Decline,
     FailJob,
-    HostGone,
-    Lose,
-    Place,
+    MarkWorkerLost,
+    PlaceInstance,
+    RejectRequest,
+    ReportHostPresence,
 )
-from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
-from meshrl.common.state.pool.workers.rows import Budget, Role
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, PoolHost, PoolRequest
+from meshrl.common.state.pool.workers.rows import Role, TierBytes
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.launch.up_down import pool_without_file
+from meshrl.launch.up_down import make_default_pool
 from tests.unit.planner.plant import Plant, run
 from tests.unit.planner.pools import NOW_MS, QUIET, Looks, begun, job, pool
 
@@ -54,7 +54,7 @@ def test_a_worker_that_joins_rolls_out() -> None:
     looks.change(workers=pool([3]).workers[:2] + pool([3]).workers[2:])
     decisions = looks.settle()
     assert list(looks.roles().values()) == ["core", "rollout", "rollout"]
-    assert [d.resident.role for d in decisions if isinstance(d, Place)] == [Role.ROLLOUT]
+    assert [d.resident.role for d in decisions if isinstance(d, PlaceInstance)] == [Role.ROLLOUT]
 
 
 def lose(looks: Looks, worker: str) -> None:
@@ -76,9 +76,9 @@ def test_a_lost_core_is_repaired_by_a_helper_which_has_the_model() -> None:
     looks = begun([4], job(config=PlannerConfig(training=2)))
     lose(looks, "w0")
     decisions = looks.settle()
-    assert isinstance(decisions[0], Lose) and decisions[0].worker == "w0"
+    assert isinstance(decisions[0], MarkWorkerLost) and decisions[0].worker == "w0"
     assert looks.roles() == {"w1": "rollout", "w2": "core", "w3": "rollout"}
-    assert next(d for d in decisions if isinstance(d, Place)).why.rule == "repair"
+    assert next(d for d in decisions if isinstance(d, PlaceInstance)).why.rule == "repair"
 
 
 def test_a_lost_worker_that_comes_back_is_used_again() -> None:
@@ -93,7 +93,7 @@ def test_a_lost_worker_that_comes_back_is_used_again() -> None:
 def test_a_worker_is_told_lost_once() -> None:
     looks = begun([3], job())
     lose(looks, "w2")
-    assert sum(isinstance(d, Lose) for d in looks.settle()) == 1
+    assert sum(isinstance(d, MarkWorkerLost) for d in looks.settle()) == 1
     looks.change(now_ms=looks.snapshot.now_ms + 10 * LOST_MS)
     assert looks.settle() == []
 
@@ -108,7 +108,7 @@ def test_the_last_two_workers_less_one_take_turns_and_end_them_when_it_is_back()
     assert looks.roles() == {"w0": "rollout", "w1": "core"}
     core = next(r for _, r in looks.residents() if r.core)
     assert not core.turns and core.generation == 1
-    assert all(d.resident.generation == 1 for d in decisions if isinstance(d, Place))
+    assert all(d.resident.generation == 1 for d in decisions if isinstance(d, PlaceInstance))
 
 
 def test_without_turns_a_job_goes_on_with_what_is_left() -> None:
@@ -151,17 +151,17 @@ def test_a_job_that_can_never_fit_is_waited_with_and_fails_with_the_way_out() ->
 
 
 def test_a_job_waits_for_hosts_where_the_head_has_no_workers() -> None:
-    settings = pool_without_file(0)
+    settings = make_default_pool(0)
     looks = begun([1], job(ranks=2, phase=Phase.QUEUED), settings=settings)
     looks.change(now_ms=looks.snapshot.now_ms + DAY_MS)
     assert looks.snapshot.jobs and not [d for d in looks.look() if isinstance(d, FailJob)]
-    assert pool_without_file(1) == PoolSettings()
+    assert make_default_pool(1) == PoolSettings()
 
 
 def test_a_job_that_is_too_large_for_every_accelerator_fails_with_the_bytes() -> None:
     looks = Looks(pool([2], job(bytes=100)))
     for worker in ("w0", "w1"):
-        looks.worker(worker, budget=Budget(accelerator=300))
+        looks.worker(worker, budget=TierBytes(accelerator=300))
     looks.settle()
     looks.change(now_ms=looks.snapshot.now_ms + SHORT_MS)
     failed = next(d for d in looks.look() if isinstance(d, FailJob))
@@ -203,8 +203,8 @@ def later(looks: Looks, ms: int) -> list[Decision]:
     return looks.settle()
 
 
-def told(decisions: list[Decision]) -> list[HostGone]:
-    return [one for one in decisions if isinstance(one, HostGone)]
+def told(decisions: list[Decision]) -> list[ReportHostPresence]:
+    return [one for one in decisions if isinstance(one, ReportHostPresence)]
 
 
 def vanish(looks: Looks, name: str, alive: bool = False) -> None:
@@ -239,7 +239,7 @@ def test_a_host_that_has_left_is_no_loss_and_its_services_begin_elsewhere_at_onc
     looks = begun([2, 2], job(shards=4))
     assert looks.snapshot.hosts[1].services
     vanish(looks, "host1")
-    host(looks, "host1", draining=LEFT)
+    host(looks, "host1", draining=HOST_LEFT)
     decisions = looks.settle()
     assert len(looks.snapshot.hosts[0].services) == 4
     assert told(decisions + later(looks, GONE_MS)) == []
@@ -283,7 +283,7 @@ def test_a_core_that_no_checkpoint_gets_leaves_when_a_move_would_be_undone() -> 
 def ask(looks: Looks, **about: Any) -> list[str]:
     """What comes of a request, at the looks until all is at rest; reasons of refusals."""
     looks.change(requests=(PoolRequest("op", about.pop("kind", "move"), **about),))
-    return [d.reason for d in looks.settle() if isinstance(d, Decline)]
+    return [d.reason for d in looks.settle() if isinstance(d, RejectRequest)]
 
 
 def test_a_worker_is_moved_by_hand_and_stays_there() -> None:

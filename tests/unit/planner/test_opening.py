@@ -12,21 +12,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.base.encoding.plain import plain, restored
-from meshrl.common.hardware.shapes import ModelShape
+from meshrl.common.base.encoding.json_values import from_json_value, to_json_value
+from meshrl.common.hardware.model_shapes import ModelShape
 from meshrl.common.job.config import PlannerConfig
-from meshrl.common.state.pool.demand.measured import LEVELS, Curve, Lengths, Measured, MeasuredWork
-from meshrl.common.state.pool.placing.decisions import Decision, Judge
-from meshrl.common.state.pool.placing.snapshot import PoolHost
-from meshrl.common.state.pool.store.reading import snapshot_document, snapshot_of
-from meshrl.services.planner.balance.balancing import PLAYED, Plays
+from meshrl.common.state.pool.demand.measurements import (
+    QUANTILES,
+    DecodeCurve,
+    LengthQuantiles,
+    MeasuredWork,
+    Measurements,
+)
+from meshrl.common.state.pool.scheduling.decisions import Decision, ReportMoveOutcome
+from meshrl.common.state.pool.scheduling.snapshot import PoolHost
+from meshrl.common.state.pool.store.snapshot_documents import decode_snapshot, encode_snapshot
+from meshrl.services.planner.balance.rebalancing import MAX_SIMULATED_JOBS, SimulationBudget
+from meshrl.services.planner.balance.split_state import SplitState
 from meshrl.services.planner.balance.trials import Verdict
-from meshrl.services.planner.balance.watch import SplitWatch
 from meshrl.services.planner.costs.correction import Correction
-from meshrl.services.planner.costs.foretold import TrainingQuery, believed, training
-from meshrl.services.planner.explain import predictions
-from meshrl.services.planner.forecast.accounts import Account
-from meshrl.services.planner.forecast.degrees import noted
+from meshrl.services.planner.costs.training_prediction import (
+    TrainingQuery,
+    predict_corrected_training,
+    predict_training,
+)
+from meshrl.services.planner.explain import format_predictions
+from meshrl.services.planner.forecast.engine_curves import update_curves
+from meshrl.services.planner.forecast.work_account import WorkAccount
 from meshrl.services.planner.memory import PlannerMemory
 from tests.unit.planner.plant import TRAJECTORIES, Plant, run, split
 from tests.unit.planner.pools import Looks, begun, job, pool
@@ -41,7 +51,7 @@ def mesh(**about: Any) -> Looks:
     return looks
 
 
-def gathered(plant: Plant, steps: float) -> Measured:
+def gathered(plant: Plant, steps: float) -> Measurements:
     """What has been published when the groups of so many steps have come, and no step was made."""
     each = TRAJECTORIES * steps
     token_s = plant.base_s + 20 * plant.sequence_s
@@ -53,7 +63,7 @@ def gathered(plant: Plant, steps: float) -> Measured:
         engine_s=each * plant.tokens * token_s,
         prompted=each * 10,
     )
-    lengths = Lengths(256, (plant.tokens,) * len(LEVELS), 10.0)
+    lengths = LengthQuantiles(256, (plant.tokens,) * len(QUANTILES), 10.0)
     return replace(plant.measured, lengths=lengths)
 
 
@@ -64,7 +74,7 @@ def look(looks: Looks, plant: Plant, steps: float) -> None:
 
 
 def judgements(decisions: list[Decision]) -> list[dict[str, object]]:
-    return [one.details for one in decisions if isinstance(one, Judge)]
+    return [one.details for one in decisions if isinstance(one, ReportMoveOutcome)]
 
 
 def judged(looks: Looks, plant: Plant, steps: int) -> list[dict[str, Any]]:
@@ -98,13 +108,13 @@ def test_looks_between_steps_take_no_play_from_what_is_to_be_judged() -> None:
         for _ in range(8):
             looks.change(now_ms=looks.snapshot.now_ms + 250)
             looks.look()
-            found += [one.details for one in looks.decisions if isinstance(one, Judge)]
+            found += [one.details for one in looks.decisions if isinstance(one, ReportMoveOutcome)]
     assert [one["policy"] for one in found] == ["opening"]
 
 
 def test_a_look_with_a_model_s_shape_is_read_back_as_it_was() -> None:
     looks = mesh(shape=SHAPE, training_pace="100/100")
-    assert snapshot_of(snapshot_document(looks.snapshot)) == looks.snapshot
+    assert decode_snapshot(encode_snapshot(looks.snapshot)) == looks.snapshot
 
 
 def test_a_pace_that_is_not_kept_is_found_out_and_the_move_undone() -> None:
@@ -128,28 +138,28 @@ def test_nothing_is_planned_of_what_nobody_has_measured_or_declared() -> None:
 
 
 def test_training_is_foretold_by_pace_or_by_the_shape_on_a_profile() -> None:
-    paced = training(TrainingQuery("m", "cpu", None, "4000/100"), 128, 8000)
-    assert paced is not None and (paced.work_s, paced.fixed_s) == (2.0, 0.1)
+    paced = predict_training(TrainingQuery("m", "cpu", None, "4000/100"), 128, 8000)
+    assert paced is not None and (paced.gradient_s, paced.fixed_s) == (2.0, 0.1)
     asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
-    found = training(asked, 128, 128 * 1024)
+    found = predict_training(asked, 128, 128 * 1024)
     assert found is not None
     arithmetic_s = 6 * SHAPE.parameters * 128 * 1024 / (0.4 * 989e12)
-    assert found.work_s == pytest.approx(arithmetic_s, rel=0.3) and 0 < found.fixed_s < 1
-    assert training(replace(asked, kind="a toaster"), 128, 8000) is None
-    assert training(replace(asked, shape=None), 128, 8000) is None
+    assert found.gradient_s == pytest.approx(arithmetic_s, rel=0.3) and 0 < found.fixed_s < 1
+    assert predict_training(replace(asked, kind="a toaster"), 128, 8000) is None
+    assert predict_training(replace(asked, shape=None), 128, 8000) is None
 
 
 def test_a_profile_is_believed_once_it_was_held_against_a_measurement() -> None:
     asked = TrainingQuery("m", "NVIDIA H100 80GB HBM3", SHAPE, "")
     none = Correction()
-    assert believed(asked, 128, 8000, none) is None
-    foretold = training(asked, 128, 8000)
+    assert predict_corrected_training(asked, 128, 8000, none) is None
+    foretold = predict_training(asked, 128, 8000)
     assert foretold is not None
-    checked = none.seen(asked.key, foretold.work_s, 2 * foretold.work_s)
-    found = believed(asked, 128, 8000, checked)
-    assert found is not None and found.work_s == pytest.approx(2 * foretold.work_s)
+    checked = none.observe(asked.key, foretold.gradient_s, 2 * foretold.gradient_s)
+    found = predict_corrected_training(asked, 128, 8000, checked)
+    assert found is not None and found.gradient_s == pytest.approx(2 * foretold.gradient_s)
     shared = replace(asked, kind="cpu")
-    assert believed(shared, 128, 8000, none.seen(shared.key, 1.0, 1.0)) is None
+    assert predict_corrected_training(shared, 128, 8000, none.observe(shared.key, 1.0, 1.0)) is None
 
 
 def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_at_once() -> None:
@@ -163,7 +173,7 @@ def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_
     run(looks, plant, 14)
     factor = next(iter(looks.memory.correction.factors.items()))
     assert factor[0].role == "training" and factor[1].count > 0
-    [line] = [one for one in predictions(looks.memory) if "gradients on one" in one]
+    [line] = [one for one in format_predictions(looks.memory) if "gradients on one" in one]
     assert "NVIDIA H100" in line and "observed 8 s" in line
     again = mesh(**about)
     again.change(workers=looks.snapshot.workers)
@@ -176,20 +186,20 @@ def test_what_a_job_has_measured_lets_the_next_one_of_the_same_model_be_planned_
 def test_curves_without_steps_say_nothing() -> None:
     looks = mesh(training_pace="100/100")
     measured = gathered(replace(SLOW), 2.5)
-    looks.job("job", measured=replace(measured, curves=(Curve("cpu", 1, 0.0),)))
+    looks.job("job", measured=replace(measured, curves=(DecodeCurve("cpu", 1, 0.0),)))
     looks.look()
     assert split(looks) == (3, 1)
 
 
 def test_of_many_jobs_a_few_are_played_at_a_look_and_each_gets_its_turn() -> None:
-    watches, now_ms, seen = {f"j{n}": SplitWatch() for n in range(10)}, 100_000, []
+    watches, now_ms, seen = {f"j{n}": SplitState() for n in range(10)}, 100_000, []
     for _ in range(10):
-        plays = Plays(now_ms)
+        plays = SimulationBudget(now_ms)
         for name in sorted(watches, key=lambda name: watches[name].played_ms):
             if taken := plays.take(watches[name]):
                 watches[name] = taken
                 seen.append(name)
-        assert len(seen) <= PLAYED * (1 + (now_ms - 100_000) // 1000)
+        assert len(seen) <= MAX_SIMULATED_JOBS * (1 + (now_ms - 100_000) // 1000)
         now_ms += 1000
     assert min(seen.count(name) for name in watches) >= 2
 
@@ -268,25 +278,25 @@ def test_a_split_that_is_to_be_held_is_held() -> None:
 
 
 def test_an_account_goes_on_when_a_process_starts_again() -> None:
-    account = Account().credited(
-        Measured({"shard a": MeasuredWork(groups=5.0), "core": MeasuredWork(tokens=7.0)})
+    account = WorkAccount().credit(
+        Measurements({"shard a": MeasuredWork(groups=5.0), "core": MeasuredWork(tokens=7.0)})
     )
-    account = account.credited(Measured({"core": MeasuredWork(tokens=9.0)}))
-    account = account.credited(
-        Measured({"shard b": MeasuredWork(groups=2.0), "core": MeasuredWork(tokens=9.0)})
+    account = account.credit(Measurements({"core": MeasuredWork(tokens=9.0)}))
+    account = account.credit(
+        Measurements({"shard b": MeasuredWork(groups=2.0), "core": MeasuredWork(tokens=9.0)})
     )
     assert (account.total.groups, account.total.tokens) == (7.0, 9.0)
-    back = account.credited(Measured({"shard a": MeasuredWork(groups=6.0)}))
+    back = account.credit(Measurements({"shard a": MeasuredWork(groups=6.0)}))
     assert back.total.groups == 8.0, "who was away for a moment is not counted twice"
-    assert restored(Account, json.loads(json.dumps(plain(back)))) == back
+    assert from_json_value(WorkAccount, json.loads(json.dumps(to_json_value(back)))) == back
 
 
 def test_what_is_remembered_of_a_trial_survives_its_record() -> None:
     looks, plant = configured(), replace(SLOW_TRAINER)
     for _ in range(20):
         run(looks, plant, 1)
-        document = json.loads(json.dumps(looks.memory.document()))
-        assert PlannerMemory.of(document).document() == document
+        document = json.loads(json.dumps(looks.memory.encode()))
+        assert PlannerMemory.decode(document).encode() == document
     assert looks.memory.watches["job"].verdicts
 
 
@@ -332,8 +342,8 @@ def test_no_job_of_many_ends_up_slower_than_where_it_began(workers: int, plant: 
 
 def test_a_verdict_tells_its_regret_and_its_error() -> None:
     verdict = Verdict("stage_time", "g1.0", "training", 1, 3, 12, 2.0, 2.0, 1.5, 2.5, False)
-    assert verdict.regret_s == 0.5 and verdict.error == pytest.approx(0.4)
-    assert verdict.told() == {
+    assert verdict.regret_s == 0.5 and verdict.relative_error == pytest.approx(0.4)
+    assert verdict.to_event() == {
         **{"policy": "stage_time", "from": "rollout", "to": "training", "resident": "g1.0"},
         **{"moved": 1, "step": 3, "judged_after": 12, "before_s": 2.0, "expected_s": 2.0},
         **{"predicted_s": 1.5, "observed_s": 2.5, "regret_s": 0.5, "paid": False, "undone": True},
@@ -341,7 +351,9 @@ def test_a_verdict_tells_its_regret_and_its_error() -> None:
 
 
 def test_engines_that_begin_anew_take_nothing_of_what_was_learnt_of_them() -> None:
-    known = noted({}, [Curve("cpu", 1, 0.02, 0.001, steps=1000, most_tokens_per_s=900.0)])
-    assert noted(known, [Curve("cpu", 1, 1.0, steps=8)]) == known
-    again = noted(known, [Curve("cpu", 1, 0.03, 0.001, steps=300)])
+    known = update_curves(
+        {}, [DecodeCurve("cpu", 1, 0.02, 0.001, steps=1000, most_tokens_per_s=900.0)]
+    )
+    assert update_curves(known, [DecodeCurve("cpu", 1, 1.0, steps=8)]) == known
+    again = update_curves(known, [DecodeCurve("cpu", 1, 0.03, 0.001, steps=300)])
     assert again["cpu", 1].base_s == 0.03

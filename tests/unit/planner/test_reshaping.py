@@ -13,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.job.config import PlannerConfig
-from meshrl.common.state.pool.placing.decisions import Judge
-from meshrl.common.state.pool.placing.fitting import never_fits
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
+from meshrl.common.state.pool.scheduling.decisions import ReportMoveOutcome
+from meshrl.common.state.pool.scheduling.feasibility import explain_infeasible
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.balance.standing import split_of
+from meshrl.services.planner.balance.replan_assessment import read_split
 from meshrl.services.planner.costs.correction import Correction
-from meshrl.services.planner.explain import predictions
-from meshrl.services.planner.forecast import degrees
+from meshrl.services.planner.explain import format_predictions
+from meshrl.services.planner.forecast import engine_curves
 from meshrl.services.planner.memory import PlannerMemory
-from meshrl.services.planner.policies.cores import DEAR, NEVER, fewest_hosts
-from meshrl.services.planner.pool.draft import Draft
+from meshrl.services.planner.policies.core_placement import (
+    UNAVAILABLE_COST,
+    UNSAVED_CORE_COST,
+    choose_fewest_hosts,
+)
+from meshrl.services.planner.pool.draft import PoolDraft
 from tests.unit.planner.plant import SHORT, SLOTS, Tall, degrees_of, helpers_of, run_tall
 from tests.unit.planner.pools import Looks, begun, job, pool
 
@@ -43,7 +47,7 @@ def told(looks: Looks, plant: Tall, steps: int) -> list[dict[str, Any]]:
     found = []
     for _ in range(steps):
         run_tall(looks, plant, 1)
-        found += [one.details for one in looks.decisions if isinstance(one, Judge)]
+        found += [one.details for one in looks.decisions if isinstance(one, ReportMoveOutcome)]
     return found
 
 
@@ -110,8 +114,8 @@ def test_a_wish_is_remembered_and_pursued_over_looks_until_all_is_there() -> Non
     looks, plant = mesh(), replace(LONG)
     for _ in range(40):
         run_tall(looks, plant, 1, ready=False)
-        document = json.loads(json.dumps(looks.memory.document()))
-        assert PlannerMemory.of(document).document() == document
+        document = json.loads(json.dumps(looks.memory.encode()))
+        assert PlannerMemory.decode(document).encode() == document
         looks.look()
     assert looks.memory.watches["job"].wish is None and looks.snapshot.moves == ()
     assert max(degrees_of(looks)) > 1
@@ -134,33 +138,35 @@ def test_a_worker_that_is_lost_meanwhile_ends_in_engines_of_the_others(lost: str
 def test_what_was_predicted_of_a_degree_is_shown_beside_what_was_measured() -> None:
     looks, plant = mesh(), replace(LONG, drag=1.3)
     run_tall(looks, plant, 12)
-    lines = [one for one in predictions(looks.memory) if "rollout:4 on cpu" in one]
+    lines = [one for one in format_predictions(looks.memory) if "rollout:4 on cpu" in one]
     assert len(lines) == 1 and "observed" in lines[0]
-    factor = looks.memory.correction.factor(degrees.key("m", ("cpu", 4)))
+    factor = looks.memory.correction.get_factor(engine_curves.build_correction_key("m", ("cpu", 4)))
     assert factor.value == pytest.approx(1.3, rel=0.01)
 
 
 def test_curves_of_degrees_that_nobody_has_are_those_of_one_worker_corrected() -> None:
     one = LONG.curve(1)
-    known = degrees.noted({}, [one])
+    known = engine_curves.update_curves({}, [one])
     none = Correction()
-    four = degrees.curve(("cpu", 4), known, JOB, none)
+    four = engine_curves.get_curve(("cpu", 4), known, JOB, none)
     assert four is not None and four.base_s == pytest.approx(LONG.curve(4).base_s)
-    off = none.seen(degrees.key("m", ("cpu", 4)), 1.0, 2.0)
-    slower = degrees.curve(("cpu", 4), known, JOB, off)
-    assert slower is not None and slower.step_s(8) == pytest.approx(2 * four.step_s(8))
-    paced = degrees.curve(("cpu", 4), known, replace(JOB, pace="a100-7b"), none)
+    off = none.observe(engine_curves.build_correction_key("m", ("cpu", 4)), 1.0, 2.0)
+    slower = engine_curves.get_curve(("cpu", 4), known, JOB, off)
+    assert slower is not None and slower.predict_step_s(8) == pytest.approx(
+        2 * four.predict_step_s(8)
+    )
+    paced = engine_curves.get_curve(("cpu", 4), known, replace(JOB, pace="a100-7b"), none)
     assert paced is not None and paced.base_s != four.base_s
-    assert degrees.curve(("gpu", 4), known, JOB, none) is None
-    measured = degrees.noted(known, [LONG.curve(4)])
-    assert degrees.curve(("cpu", 4), measured, JOB, off) == LONG.curve(4)
+    assert engine_curves.get_curve(("gpu", 4), known, JOB, none) is None
+    measured = engine_curves.update_curves(known, [LONG.curve(4)])
+    assert engine_curves.get_curve(("cpu", 4), measured, JOB, off) == LONG.curve(4)
 
 
 def test_each_rank_of_a_core_counts_as_one_that_trains() -> None:
     looks = begun([8], job(degrees=(1, 2), ranks=3, model="m"))
     (one,) = looks.snapshot.jobs
-    draft = Draft(looks.snapshot, looks.snapshot.workers)
-    split = split_of(one, draft.team(one.id))
+    draft = PoolDraft(looks.snapshot, looks.snapshot.workers)
+    split = read_split(one, draft.get_instances(one.id))
     assert (split.engines, split.trainers) == (len(degrees_of(looks)), 3 + helpers_of(looks))
 
 
@@ -180,7 +186,9 @@ def test_a_core_spans_hosts_only_where_the_pool_says_so() -> None:
         looks = Looks(pool([2, 3], wanted, settings=settings_))
         looks.settle()
         assert sorted(core_on(looks)) == hosts
-        assert bool(never_fits(wanted.need, looks.snapshot.workers, settings_)) == (not hosts)
+        assert bool(explain_infeasible(wanted.need, looks.snapshot.workers, settings_)) == (
+            not hosts
+        )
 
 
 def test_a_core_that_fits_on_a_host_is_on_one() -> None:
@@ -191,7 +199,7 @@ def test_a_core_that_fits_on_a_host_is_on_one() -> None:
 def test_hosts_of_different_networks_do_not_form_a_gang() -> None:
     wanted = job(ranks=4)
     looks = Looks(pool([2, 2], wanted, networks=["", "ib"], settings=WIDE))
-    told = never_fits(wanted.need, looks.snapshot.workers, WIDE)
+    told = explain_infeasible(wanted.need, looks.snapshot.workers, WIDE)
     assert "no network of this mesh has more than 2 workers" in told
     looks = begun([2, 2, 3], wanted, networks=["", "ib", "ib"], settings=WIDE)
     assert sorted(set(core_on(looks))) == ["host1", "host2"] and len(core_on(looks)) == 4
@@ -257,7 +265,7 @@ def test_where_two_kinds_are_not_enough_the_fastest_of_all_have_attention() -> N
 offers = st.lists(st.lists(st.integers(0, 7).map(lambda n: 15 * n), max_size=4), max_size=5)
 
 
-@given(offers, st.integers(1, 8), st.sampled_from([DEAR, NEVER]))
+@given(offers, st.integers(1, 8), st.sampled_from([UNSAVED_CORE_COST, UNAVAILABLE_COST]))
 @settings(max_examples=300, deadline=None)
 def test_a_core_has_the_fewest_hosts(costs: list[list[int]], ranks: int, most: int) -> None:
     numbers = iter(range(100))
@@ -266,7 +274,7 @@ def test_a_core_has_the_fewest_hosts(costs: list[list[int]], ranks: int, most: i
         for n, some in enumerate(costs)
     }
     of = {worker: (host, cost) for host, some in there.items() for cost, (_, worker) in some}
-    chosen = fewest_hosts(there, ranks, most)
+    chosen = choose_fewest_hosts(there, ranks, most)
     rooms = [sum(cost < most for cost in some) for some in costs]
     needed = next(
         (k for k in range(1, 6) if any(sum(c) >= ranks for c in combinations(rooms, k))), None

@@ -12,10 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.decisions import Decision, Decline, HostGone
-from meshrl.common.state.pool.placing.snapshot import LEFT, PoolHost, PoolRequest
-from meshrl.common.state.pool.placing.taking import ALL, nowhere, refusal
-from meshrl.common.state.pool.workers.names import TAKEN, service
+from meshrl.common.state.pool.scheduling.decisions import (
+    Decision,
+    RejectRequest,
+    ReportHostPresence,
+)
+from meshrl.common.state.pool.scheduling.host_services import (
+    ALL_SERVICES,
+    explain_rejected_service,
+    explain_unplaced_service,
+)
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, PoolHost, PoolRequest
+from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES, parse_service_name
 from tests.unit.planner.pools import Looks, begun, job, pool
 
 
@@ -124,7 +132,7 @@ def test_whatever_drains_each_service_is_on_one_host_and_none_leaves_its_work(se
 
 
 def settled_drains(decisions: list[Decision]) -> list[str]:
-    return [one.reason for one in decisions if isinstance(one, Decline)]
+    return [one.reason for one in decisions if isinstance(one, RejectRequest)]
 
 
 def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> None:
@@ -133,7 +141,9 @@ def test_shards_are_left_to_a_host_that_is_gone_while_no_other_takes_them() -> N
     looks.change(hosts=(replace(host, alive=False),))
     looks.look()
     looks.change(now_ms=looks.snapshot.now_ms + 11_000)
-    assert looks.settle() == [HostGone("host0", False, ANY)], "what was on it is told once"
+    assert looks.settle() == [ReportHostPresence("host0", False, ANY)], (
+        "what was on it is told once"
+    )
     assert looks.snapshot.hosts[0].services == host.services != ()
 
 
@@ -242,12 +252,12 @@ def test_a_drain_is_settled_of_what_no_other_host_takes() -> None:
     assert where(looks)["sandbox/job/0"] == "host2"
 
 
-taking = st.sets(st.sampled_from(ALL)).map(tuple)
+taking = st.sets(st.sampled_from(ALL_SERVICES)).map(tuple)
 tiers = st.one_of(
     st.none(), st.sampled_from([(), ("trying",), ("landlock",), ("bwrap",), ("cgroup", "runner")])
 )
 drawn_hosts = st.lists(
-    st.tuples(taking, tiers, st.booleans(), st.sampled_from(["", "", "maintenance", LEFT])),
+    st.tuples(taking, tiers, st.booleans(), st.sampled_from(["", "", "maintenance", HOST_LEFT])),
     min_size=1,
     max_size=4,
 )
@@ -276,20 +286,24 @@ def test_nothing_is_placed_where_it_is_not_taken_and_what_is_nowhere_has_no_take
         needs = {planned.id: planned.need for planned in looks.snapshot.jobs}
         there = where(looks)
         for name, host in there.items():
-            kind, of, _ = service(name)
+            kind, of, _ = parse_service_name(name)
             if before.get(name) != host:
-                assert not refusal(hosts[host], kind, needs[of]), "what is new is taken"
+                assert not explain_rejected_service(hosts[host], kind, needs[of]), (
+                    "what is new is taken"
+                )
                 assert hosts[host].alive and not hosts[host].draining
-            if hosts[host].alive and not hosts[host].trying:
-                assert not refusal(hosts[host], kind, needs[of])
+            if hosts[host].alive and not hosts[host].is_probing_isolation:
+                assert not explain_rejected_service(hosts[host], kind, needs[of])
         for planned in looks.snapshot.jobs:
-            for kind in TAKEN:
+            for kind in SERVICE_NAMES:
                 fits = [
                     host
                     for host in hosts.values()
-                    if host.alive and not host.draining and not refusal(host, kind, planned.need)
+                    if host.alive
+                    and not host.draining
+                    and not explain_rejected_service(host, kind, planned.need)
                 ]
                 names = [f"{kind}/{planned.id}/{n}" for n in range(2)]
                 assert not fits or set(names) <= set(there), "what may be somewhere is"
-                why = planned.held or nowhere(hosts.values(), kind, planned.need)
-                assert fits or why or all(h.draining == LEFT for h in hosts.values())
+                why = planned.held or explain_unplaced_service(hosts.values(), kind, planned.need)
+                assert fits or why or all(h.draining == HOST_LEFT for h in hosts.values())

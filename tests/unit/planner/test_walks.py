@@ -14,13 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.demand.needs import PlannedJob
-from meshrl.common.state.pool.placing.decisions import Place, Remove
-from meshrl.common.state.pool.placing.fitting import never_fits
-from meshrl.common.state.pool.placing.snapshot import PoolRequest
-from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, Tier
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import PlaceInstance, RemoveInstance
+from meshrl.common.state.pool.scheduling.feasibility import explain_infeasible
+from meshrl.common.state.pool.scheduling.snapshot import PoolRequest
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, Tier
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.services.planner.admission.sharing import ShareBounds, ShareClaim, divide, fill
+from meshrl.services.planner.admission.fair_shares import (
+    ShareBounds,
+    ShareClaim,
+    divide_pool,
+    fill_shares,
+)
 from tests.unit.planner.pools import NOW_MS, Looks, job, pool, settled
 
 STEPS = 30
@@ -73,7 +78,7 @@ def test_a_job_alone_has_an_engine_whatever_has_come_and_gone(seed: int) -> None
     degrees = drawn.choice([(1, 2), (2,), (2, 4), (4,)])
     ranks = drawn.choice([1, 1, 2])
     wanted = job("first", degrees=degrees, ranks=ranks, alternates=degrees[0] == 1)
-    if never_fits(wanted.need, pool(hosts).workers, PoolSettings()):
+    if explain_infeasible(wanted.need, pool(hosts).workers, PoolSettings()):
         return
     looks = Looks(pool(hosts, wanted))
     for number in range(STEPS):
@@ -127,9 +132,9 @@ def step(
         looks.job(drawn.choice(ids), checkpointed=True)
 
 
-def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELERATOR) -> Resident:
+def resident(id: str, of: str, role: Role, *ranks: int, tier: Tier = Tier.ACCELERATOR) -> Instance:
     core = role == Role.TRAINING
-    return Resident(id, of, role, core, ranks, tier, changed_ms=NOW_MS)
+    return Instance(id, of, role, core, ranks, tier, changed_ms=NOW_MS)
 
 
 def gangs(*found: Gang) -> tuple[Gang, ...]:
@@ -151,8 +156,8 @@ def test_who_shares_a_gang_with_workers_that_another_core_needs_is_removed_befor
     )
     looks = Looks(replace(pool([4], *jobs, gangs_formed=2), gangs=there))
     decisions = looks.look()
-    gone = {d.resident for d in decisions if isinstance(d, Remove)}
-    core = next(d for d in decisions if isinstance(d, Place) and d.resident.core)
+    gone = {d.resident for d in decisions if isinstance(d, RemoveInstance)}
+    core = next(d for d in decisions if isinstance(d, PlaceInstance) and d.resident.core)
     assert gone == {"g0.0", "g0.1"} and core.resident.job == "b"
     looks.change(requests=(PoolRequest("op", "move", "w1", Role.IDLE),))
     looks.settle()
@@ -226,15 +231,17 @@ def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
             break
         left = Fraction(workers) - sum(fixed.values())
         level = left / sum(Fraction(claims[i].weight) for i in open_)
-        low = [i for i in open_ if level * Fraction(claims[i].weight) < claims[i].least]
-        high = [i for i in open_ if level * Fraction(claims[i].weight) > claims[i].most]
-        over = sum(level * Fraction(claims[i].weight) - Fraction(claims[i].most) for i in high)
-        under = sum(claims[i].least - level * Fraction(claims[i].weight) for i in low)
+        low = [i for i in open_ if level * Fraction(claims[i].weight) < claims[i].min_workers]
+        high = [i for i in open_ if level * Fraction(claims[i].weight) > claims[i].max_workers]
+        over = sum(
+            level * Fraction(claims[i].weight) - Fraction(claims[i].max_workers) for i in high
+        )
+        under = sum(claims[i].min_workers - level * Fraction(claims[i].weight) for i in low)
         # Of both kinds of bounds the one that moves the level further holds for certain.
         if low and under >= over:
-            fixed.update({i: Fraction(claims[i].least) for i in low})
+            fixed.update({i: Fraction(claims[i].min_workers) for i in low})
         elif high:
-            fixed.update({i: Fraction(claims[i].most) for i in high})
+            fixed.update({i: Fraction(claims[i].max_workers) for i in high})
         else:
             fixed.update({i: level * Fraction(claims[i].weight) for i in open_})
     return [fixed[i] for i in range(len(claims))]
@@ -243,19 +250,19 @@ def filled(claims: list[ShareBounds], workers: int) -> list[Fraction]:
 @given(st.lists(bounds, min_size=1, max_size=5), st.integers(0, 30))
 @settings(max_examples=150, deadline=None)
 def test_shares_are_within_one_of_weighted_max_min(claims: list[ShareBounds], more: int) -> None:
-    workers = sum(claim.least for claim in claims) + more
-    shares = list(fill({str(i): claim for i, claim in enumerate(claims)}, workers).values())
+    workers = sum(claim.min_workers for claim in claims) + more
+    shares = list(fill_shares({str(i): claim for i, claim in enumerate(claims)}, workers).values())
     for share, exact, claim in zip(shares, filled(claims, workers), claims, strict=True):
         assert abs(share - exact) < 1
-        assert claim.least <= share <= claim.most
-    assert sum(shares) == min(workers, sum(claim.most for claim in claims))
+        assert claim.min_workers <= share <= claim.max_workers
+    assert sum(shares) == min(workers, sum(claim.max_workers for claim in claims))
 
 
 def shares(
     workers: int, *jobs: PlannedJob, turns: bool = True, **claims: ShareClaim
 ) -> dict[str, int]:
     ordered = sorted(jobs, key=lambda j: (-j.need.priority, j.submitted_ms))
-    return divide(ordered, {"host": workers}, claims, turns).workers
+    return divide_pool(ordered, {"host": workers}, claims, turns).workers
 
 
 def some(id: str, at: int, **about: Any) -> PlannedJob:
@@ -305,11 +312,13 @@ def test_a_job_that_has_run_keeps_workers_that_nobody_else_may_have() -> None:
 
 
 def test_what_people_have_put_into_a_job_stays_there() -> None:
-    found = shares(8, some("a", 1), some("b", 2), b=ShareClaim("host", pinned=5))
+    found = shares(8, some("a", 1), some("b", 2), b=ShareClaim("host", pinned_workers=5))
     assert found == {"a": 2, "b": 6}
 
 
 def test_a_core_waits_for_a_host_that_has_room_for_all_its_ranks() -> None:
-    found = divide([job("a", ranks=3)], {"host0": 2, "host1": 2}, {}, True)
-    assert found.workers == {} and "no host has 3" in found.refused["a"]
-    assert divide([job("a", ranks=3)], {"host0": 2, "host1": 3}, {}, True).homes == {"a": "host1"}
+    found = divide_pool([job("a", ranks=3)], {"host0": 2, "host1": 2}, {}, True)
+    assert found.workers == {} and "no host has 3" in found.rejected["a"]
+    assert divide_pool([job("a", ranks=3)], {"host0": 2, "host1": 3}, {}, True).core_places == {
+        "a": "host1"
+    }

@@ -8,9 +8,9 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 from meshrl.common.base.errors import MeshError
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.ref import Ref
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 
 
 class Interruption:
@@ -65,9 +65,9 @@ class Faults:
             raise self.make()
 
 
-class FaultyRef(Ref):
+class FaultyRef(ActorRef):
     def __init__(self, mesh: FaultyMesh, name: str) -> None:
-        super().__init__(mesh._asking, name)
+        super().__init__(mesh._call_context, name)
         self._faults = mesh.faults
 
     async def call(self, method: Any, request: Any, *, deadline_s: float | None = None) -> Any:
@@ -80,15 +80,15 @@ class FaultyMesh(Mesh):
 
     faults: Faults
 
-    def ref(self, name: str) -> Ref:
+    def ref(self, name: str) -> ActorRef:
         return FaultyRef(self, name)
 
 
-class FaultyState(State):
+class FaultyState(StateClient):
     """A Redis whose scripts may fail."""
 
     faults: Faults
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         self.faults.check(script)
-        return await super().run(script, keys, *args)
+        return await super().run_script(script, keys, *args)

@@ -17,8 +17,8 @@ from meshrl.common.api.sandbox import (
     OK,
     CallOutcome,
     EndSessions,
-    Loaded,
     LoadJob,
+    LoadResult,
     Outcomes,
     RewardBatch,
     RewardCall,
@@ -40,20 +40,20 @@ from meshrl.common.job.config import (
     TrackingConfig,
 )
 from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams
-from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
 from meshrl.common.state import groups, jobs, steps
 from meshrl.common.weights.bulk.port import ChunkStore
 from meshrl.services.engine.service import EngineService
 from meshrl.services.environment.environments import Environments
-from meshrl.services.rollout.job import ShardJob
 from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.shard_job import ShardJob
 from meshrl.services.weights.store import WeightStore
-from meshrl.sim.engines.simulated import SimulatedEngine
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_as
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
+from meshrl.sim.redis.simulated_state import open_simulated_state_as
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.contract.state.state_bench import JOB, TRAINER
 from tests.contract.state.state_bench import Bench as StateBench
 from tests.simulated_host import SimulatedChannel, SimulatedHost
@@ -101,17 +101,17 @@ class TrivialSandbox(Actor):
         self.takes_s = 0.0  # a batch of rewards
         self.scoring = 0  # batches of rewards so far
 
-    @call(Sandbox.load)
-    def load(self, request: LoadJob) -> Loaded:
-        return Loaded(request.job, 1, "bwrap")
+    @call(Sandbox.load_job)
+    def load(self, request: LoadJob) -> LoadResult:
+        return LoadResult(request.job, 1, "bwrap")
 
-    @call(Sandbox.run)
+    @call(Sandbox.run_tools)
     def run(self, request: RunTools) -> Outcomes:
         self.sessions |= {c.session for c in request.calls if c.session}
         value = {"status": OK, "output": "1"}
         return Outcomes([CallOutcome(c.id, OK, value, "") for c in request.calls])
 
-    @call(Sandbox.score)
+    @call(Sandbox.score_trajectories)
     async def score(self, request: RewardBatch) -> Outcomes:
         self.scoring += 1
         if self.takes_s:
@@ -132,8 +132,8 @@ class WatchedRunner(TrajectoryRunner):
 
     interruption = Interruption()
 
-    async def run(self, t: Any, row: dict[str, Any]) -> None:
-        await self.interruption.watch(super().run(t, row))
+    async def run(self, trajectory: Any, row: dict[str, Any]) -> None:
+        await self.interruption.watch(super().run(trajectory, row))
 
 
 class WatchedJob(ShardJob):
@@ -141,15 +141,15 @@ class WatchedJob(ShardJob):
 
     runner: WatchedRunner
 
-    async def _group(self, *which: Any) -> None:
-        await self.runner.interruption.watch(super()._group(*which))
+    async def _run_group(self, *which: Any) -> None:
+        await self.runner.interruption.watch(super()._run_group(*which))
 
 
 class ShardBench:
     def __init__(self, clock: VirtualClock, random: Random, root: Path) -> None:
         self.clock, self.random, self.root = clock, random, root
         self.network = MemoryNetwork(clock, random.child("network"))
-        self.state = simulated_as(FaultyState, clock)
+        self.state = open_simulated_state_as(FaultyState, clock)
         self.calls, self.scripts = Faults(), Faults()
         self.state.faults = Faults()  # of everybody but the shard
         self.engines: list[EngineService] = []
@@ -167,7 +167,7 @@ class ShardBench:
         mesh = self._mesh(f"rollout/{JOB}/0", FaultyMesh)
         assert isinstance(mesh, FaultyMesh)
         mesh.faults = self.calls
-        shard_state = FaultyState(self.state.url, self.state.client, self.state._sync)
+        shard_state = FaultyState(self.state.url, self.state.client, self.state._sync_client)
         shard_state.faults = self.scripts
         await mesh.join(None)
         mesh.state = shard_state
@@ -175,14 +175,14 @@ class ShardBench:
         data = JobData(JOB, config, self.root / "bundle", self.root)
         self.job = WatchedJob(mesh, data, WatchedRunner(mesh, data, self.root))
         await self.job.take_over()
-        self.job.enter(0, 0)
+        self.job.enter_lineage(0, 0)
         self.tasks.append(asyncio.create_task(self._look()))
         await self.clock.sleep(3.0)
 
     def _write_bundle(self) -> None:
         bundle = self.root / "bundle"
         (bundle / "modules").mkdir(parents=True)
-        character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))
+        build_character_tokenizer(CHARACTERS, str(bundle / "tokenizer.json"))
         rows = "\n".join(json.dumps({"prompt": f"question {n}?"}) for n in range(8))
         (bundle / "train.jsonl").write_text(rows)
         (bundle / "held_out.jsonl").write_text(rows)
@@ -202,11 +202,11 @@ class ShardBench:
 
     async def _submit(self, config: JobConfig) -> None:
         trainer = await StateBench(self.state, None).seat(TRAINER)
-        document = config.document()
+        document = config.to_document()
         document["bundle"] = {"dir": str(self.root / "bundle"), "digest": "0"}
         await jobs.submit(self.state, JOB, document, str(self.root), "submit")
         await steps.commit_initial(
-            self.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+            self.state, JOB, TRAINER, trainer, 0, steps.VersionReferences("m0", "c0")
         )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
@@ -247,7 +247,7 @@ class ShardBench:
 
         async def drive() -> None:
             while True:
-                service.turn()
+                service.run_once()
                 await self.clock.sleep(0.05)
 
         self.tasks.append(asyncio.create_task(drive()))
@@ -258,14 +258,14 @@ class ShardBench:
             served = Environments(OneCall, tokenizer, "prompt")
             while True:
                 batch = msgpack.unpackb(await channel.recv(), raw=False)
-                answers = [[key, *served.perform(key, op, value)] for key, op, value in batch]
+                answers = [[key, *served.run_operation(key, op, value)] for key, op, value in batch]
                 channel.send(msgpack.packb(answers, use_bin_type=True))
 
         programs = {"meshrl.services.environment": environment}
         return kind(
             name,
             name.partition("/")[0],
-            Seams(
+            MeshDependencies(
                 self.state,
                 MemoryTransport(self.network, f"mem://{name}"),
                 self.clock,
@@ -277,7 +277,7 @@ class ShardBench:
     async def _look(self) -> None:
         while True:
             with suppress(StateUnavailable):
-                await self.job.look()
+                await self.job.poll_engines()
             await self.clock.sleep(0.5)
 
     # -- what a test does ------------------------------------------------------------------------
@@ -285,10 +285,10 @@ class ShardBench:
     async def group(self) -> asyncio.Task[None]:
         """Another group, admitted and begun."""
         mesh = self.mesh
-        token = self.random.token()
-        (admitted,) = await groups.admit(self.state, JOB, mesh.name, mesh.token, 1, token)
-        self.job.start(admitted, [])
-        return self.job._groups[admitted.group]
+        token = self.random.hex_token()
+        (admitted,) = await groups.admit_groups(self.state, JOB, mesh.name, mesh.token, 1, token)
+        self.job.start_group(admitted, [])
+        return self.job._group_tasks[admitted.group]
 
     async def settled(self) -> None:
         """Long enough for whatever is under way to come to its end."""
@@ -298,20 +298,20 @@ class ShardBench:
         """What somebody holds, by holder; empty when nothing goes on."""
         router = self.job.runner.router
         found: dict[str, Any] = {
-            "stays": list(router.stays),
-            "queue": router.waiting,
-            "requests": self.job.runner.commits._staging.out,
-            "waits": [w for w in self.mesh.waits.published([]) if w["what"] != "a hint"],
+            "stays": list(router.assignments),
+            "queue": router.queue_length,
+            "requests": self.job.runner.group_commit._staging.open_count,
+            "waits": [w for w in self.mesh.waits.list_longest([]) if w["what"] != "a hint"],
             "environments": OneCall.open_now,
             "sessions": sorted(self.sandbox.sessions),
-            "missing room": ENGINES * SLOTS - router.idle,
+            "missing room": ENGINES * SLOTS - router.free_requests,
             "missing engines": ENGINES - len(router.links),
         }
         for link in router.links.values():
-            found[f"seats of {link.name}"] = len(link.held)
-            found[f"turns of {link.name}"] = len(link.out)
+            found[f"seats of {link.name}"] = len(link.assignments)
+            found[f"turns of {link.name}"] = len(link.running_assignments)
         for service in self.engines:
-            found[f"requests at {service.mesh.name}"] = service.engine.running
+            found[f"requests at {service.mesh.name}"] = service.engine.num_running
         return {what: held for what, held in found.items() if held}
 
 

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.api.sandbox import RAISED, TIMEOUT, CallOutcome, RewardCall
-from meshrl.common.job.bundle.authored import (
-    beginning_of,
-    place_in,
-    place_of,
-    placed,
-    without_place,
+from meshrl.common.job.bundle.source_locations import (
+    append_location,
+    extract_location,
+    locate_error,
+    locate_function,
+    strip_location,
 )
 from meshrl.common.state import events, jobs
 from meshrl.common.state.redis.keys import job_prefix
-from meshrl.services.rollout.rewards.sandboxes import TIMEOUTS
+from meshrl.services.rollout.rewards.sandbox_client import MAX_TIMEOUTS
 from meshrl.services.rollout.shard import RolloutShard
 from meshrl.services.rollout.trajectories.failures import (
-    HUNG_CALLS,
-    TELL_S,
-    Failures,
+    MIN_HUNG_CALLS,
+    REPORT_INTERVAL_S,
+    FailureReporter,
     TrajectoryFailed,
 )
 from tests.contract.state.state_bench import JOB
@@ -54,7 +54,7 @@ async def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_b
     assert first == first | {"kind": "reward raised", "text": text, "where": "m.py:3 in f()"}
     assert (first["job"], first["evaluation"], first["calls"]) == (JOB, False, 0)
     await (await bench.group())
-    await bench.clock.sleep(TELL_S + 1.0)
+    await bench.clock.sleep(REPORT_INTERVAL_S + 1.0)
     every = await told(bench)
     assert len(every) <= 3, "one event of a kind in so many seconds"
     assert sum(event["count"] for event in every) == 6, "two groups of three"
@@ -64,39 +64,41 @@ async def test_the_first_failure_is_told_at_once_with_its_place_and_the_others_b
 async def test_what_two_tell_at_the_same_time_is_counted_whole(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
     for text in (RAISES, SLEEPS, RAISES):
-        failures.failed(TrajectoryFailed(text, kind="reward raised"))
-        await asyncio.gather(*(failures.tell(last=True) for _ in range(3)))
+        failures.count_failure(TrajectoryFailed(text, kind="reward raised"))
+        await asyncio.gather(*(failures.report(last=True) for _ in range(3)))
     assert sum(event["count"] for event in await told(bench)) == 3
 
 
 @story_on(on_shard, "tmp_path")
 async def test_a_kind_that_comes_up_while_others_are_told_is_told_next(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
-    failures.failed(TrajectoryFailed("one", kind="reward raised"))
-    telling = asyncio.ensure_future(failures.tell(last=True))
+    failures.count_failure(TrajectoryFailed("one", kind="reward raised"))
+    telling = asyncio.ensure_future(failures.report(last=True))
     await asyncio.sleep(0)
-    failures.failed(TrajectoryFailed("two", kind="environment raised"))
+    failures.count_failure(TrajectoryFailed("two", kind="environment raised"))
     await telling
-    await failures.tell(last=True)
+    await failures.report(last=True)
     assert [event["text"] for event in await told(bench)] == ["one", "two"]
 
 
 @story_on(on_shard, "tmp_path")
 async def test_a_second_job_of_a_shard_tells_its_own_first_failure(bench: ShardBench) -> None:
-    for failures in (bench.job.runner.failures, Failures(bench.job.mesh, "another")):
-        failures.failed(TrajectoryFailed("one", kind="reward raised"))
-        await failures.tell(last=True)
+    for failures in (bench.job.runner.failures, FailureReporter(bench.job.mesh, "another")):
+        failures.count_failure(TrajectoryFailed("one", kind="reward raised"))
+        await failures.report(last=True)
     assert [event["job"] for event in await told(bench)] == [JOB, "another"]
 
 
 @story_on(on_shard, "tmp_path")
 async def test_a_tool_that_hangs_at_times_does_not_end_a_job_that_scores(bench: ShardBench) -> None:
     failures = bench.job.runner.failures
-    for _ in range(3 * HUNG_CALLS):
-        failures.gave_up("look", "look timed out", "slow", 10.0, "environment.tool_deadline_s")
+    for _ in range(3 * MIN_HUNG_CALLS):
+        failures.count_timeout(
+            "look", "look timed out", "slow", 10.0, "environment.tool_deadline_s"
+        )
         await bench.clock.sleep(10.0)
-        failures.answered("reward")
-        assert not failures.hopeless
+        failures.clear_timeouts("reward")
+        assert not failures.hopeless_reason
 
 
 @story_on(on_shard, "tmp_path")
@@ -116,9 +118,9 @@ async def test_a_job_whose_reward_always_hangs_ends_by_name_soon(bench: ShardBen
     bench.sandbox.scores = scoring(TIMEOUT, SLEEPS)
     bench.sandbox.takes_s = 10.0
     began = bench.clock.monotonic()
-    for _ in range(-(-HUNG_CALLS // (3 * TIMEOUTS)) + 2):
+    for _ in range(-(-MIN_HUNG_CALLS // (3 * MAX_TIMEOUTS)) + 2):
         await bench.group()
-    while (row := await jobs.job(bench.state, JOB)).phase != jobs.Phase.FAILED:
+    while (row := await jobs.read_job(bench.state, JOB)).phase != jobs.Phase.FAILED:
         await bench.clock.sleep(1.0)
     assert "none of the last" in row.error and SLEEPS in row.error
     assert bench.clock.monotonic() - began < 200.0
@@ -134,12 +136,12 @@ def test_a_place_is_the_authors_line_and_not_the_librarys(tmp_path: Path) -> Non
     try:
         found["reads"]("{")
     except ValueError as error:
-        place = place_of(error, str(tmp_path))
+        place = locate_error(error, str(tmp_path))
     assert place == "authors.py:5 in reads()"
-    assert beginning_of(found["reads"], str(tmp_path)) == "authors.py:4 in reads()"
-    text = placed("x" * 1000 + " (", place)
-    assert place_in(text) == place and len(without_place(text)) == 500
-    assert place_in("odd (text)") == "" and without_place("odd (text)") == "odd (text)"
+    assert locate_function(found["reads"], str(tmp_path)) == "authors.py:4 in reads()"
+    text = append_location("x" * 1000 + " (", place)
+    assert extract_location(text) == place and len(strip_location(text)) == 500
+    assert extract_location("odd (text)") == "" and strip_location("odd (text)") == "odd (text)"
 
 
 @story_on(on_shard, "tmp_path")
@@ -156,10 +158,10 @@ async def test_a_prompt_that_leaves_no_room_fails_its_trajectory_by_name(bench: 
 async def test_a_job_whose_document_cannot_be_read_fails_and_its_shard_ends_by_itself(
     bench: ShardBench, tmp_path: Path
 ) -> None:
-    row = await jobs.job(bench.state, JOB)
+    row = await jobs.read_job(bench.state, JOB)
     document = json.dumps(row.document | {"renamed": 1})
-    await bench.state.command("HSET", f"{job_prefix(JOB)}:given", "document", document)
+    await bench.state.run_command("HSET", f"{job_prefix(JOB)}:given", "document", document)
     async with bench.clock.timeout(5.0, "the end of the shard"):
         await RolloutShard(bench.mesh, tmp_path).serve()
-    failed = await jobs.job(bench.state, JOB)
+    failed = await jobs.read_job(bench.state, JOB)
     assert failed.phase == jobs.Phase.FAILED and "renamed" in failed.error

@@ -22,7 +22,7 @@ from meshrl.common.base.random import Random
 from meshrl.common.job.evaluation_plan import EvaluationPlan
 from meshrl.services.rollout.evaluation import EvaluationRun
 from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.stories import story_on
 from tests.unit.common.generation.test_torch_engine import words
 from tests.unit.rollout.interrupted import Interruption
@@ -38,25 +38,29 @@ PLAN = EvaluationPlan("step-0", 0, ("sampled", "greedy"))
 async def two_turns(bench: TwoBuckets, t: Trajectory) -> None:
     """A turn at one engine and, after a tool's failure, one at the other, with its cache."""
     router = bench.router
-    async with router.stay(t) as stay:
+    async with router.create_assignment(t) as stay:
         await stay.generate(PROMPT + 30)
-        t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
-        router.returned(stay)
-        t.appended([4, 5])
+        t.open_turn = Turn("", 30, "run", None, "error: no", has_tool_value=True)
+        router.on_tool_return(stay)
+        t.append([4, 5])
         await stay.generate(PROMPT + 52)
 
 
 def left(bench: TwoBuckets) -> dict[str, Any]:
     router = bench.router
     found = {
-        "stays": list(router.stays),
-        "queue": router.waiting,
-        "waits": bench.rollout.waits.published([]),
-        "held": [stay.trajectory.id for link in router.links.values() for stay in link.held],
-        "out": [stay.trajectory.id for link in router.links.values() for stay in link.out],
-        "requests": router._sink._staging.out,
+        "stays": list(router.assignments),
+        "queue": router.queue_length,
+        "waits": bench.rollout.waits.list_longest([]),
+        "held": [stay.trajectory.id for link in router.links.values() for stay in link.assignments],
+        "out": [
+            stay.trajectory.id
+            for link in router.links.values()
+            for stay in link.running_assignments
+        ],
+        "requests": router._group_commit._staging.open_count,
         "moves": [one for one in asyncio.all_tasks() if one.get_name() == "cache move"],
-        "running": sum(service.engine.running for service in bench.engines.values()),
+        "running": sum(service.engine.num_running for service in bench.engines.values()),
     }
     return {what: held for what, held in found.items() if held}
 
@@ -77,20 +81,20 @@ async def test_a_turn_that_is_cancelled_at_any_await_leaves_nothing(
         others = [bench.begin(100 * at + n) for n in range(crowd)]
         await asyncio.sleep(0)
         t = Trajectory(at, 1, 0, 0, seed=1)
-        t.begin(words(1, PROMPT))
+        t.set_prompt(words(1, PROMPT))
         turn = asyncio.create_task(interruption.watch(two_turns(bench, t)))
         interruption.task = turn
         await asyncio.sleep(0)
-        assert bench.router.waiting == bool(crowd)
+        assert bench.router.queue_length == bool(crowd)
         await asyncio.gather(turn, return_exceptions=True)
         await asyncio.gather(*others)
         await clock.sleep(3.0)
         assert left(bench) == {}, f"cancelled at await {at}"
-        assert bench.router.idle == ENGINES * SLOTS
+        assert bench.router.free_requests == ENGINES * SLOTS
         if not interruption.happened:
             break
     assert interruption.awaits >= awaits and t.length == PROMPT + 52
-    assert crowd or bench.router.caches["move"] > 1, "it was cancelled while its cache came"
+    assert crowd or bench.router.cache_actions["move"] > 1, "it was cancelled while its cache came"
 
 
 # -- groups and evaluations ----------------------------------------------------------------------
@@ -141,7 +145,7 @@ async def at_full_width(bench: ShardBench) -> None:
     widest = 0
     while not all(group.done() for group in many):
         await bench.clock.sleep(0.02)
-        running = sum(service.engine.running for service in bench.engines)
+        running = sum(service.engine.num_running for service in bench.engines)
         widest = max(widest, running)
     assert widest == ENGINES * SLOTS
     await bench.settled()
@@ -166,7 +170,7 @@ async def test_each_call_of_a_group_may_fail(bench: ShardBench, error: type[Mesh
         if len(bench.calls.asked) < at:
             break
         failed.add(bench.calls.asked[at - 1].split()[0])
-    assert {"submit", "run", "score"} <= failed, failed
+    assert {"submit", "run_tools", "score_trajectories"} <= failed, failed
     assert bench.job.groups_finished == at
     await at_full_width(bench)
 

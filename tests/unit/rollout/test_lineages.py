@@ -28,17 +28,17 @@ from meshrl.common.job.evaluation_plan import EvaluationPlan
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.telemetry.logs import Telemetry
 from meshrl.common.state import groups, jobs, steps
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 from meshrl.services.rollout.evaluation import EvaluationRun
-from meshrl.services.rollout.job import ShardJob
-from meshrl.services.rollout.routing.stay import Stay
+from meshrl.services.rollout.routing.assignment import Assignment
 from meshrl.services.rollout.runner import TrajectoryRunner
-from meshrl.services.rollout.samples import Samples
+from meshrl.services.rollout.sample_writer import SampleWriter
 from meshrl.services.rollout.shard import RolloutShard
-from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.services.rollout.shard_job import ShardJob
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, TrajectoryOutcome
 from meshrl.services.rollout.trajectories.transcript import Transcript
-from meshrl.services.rollout.worked import Worked
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.services.rollout.work_counters import ShardWorkCounters
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import JOB, SHARD, TRAINER, Bench, Seats, document
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
@@ -66,11 +66,11 @@ class World:
         async def run(t: Trajectory, row: dict[str, Any]) -> None:
             self.sessions.append(t.id)
             await self.going.wait()
-            version = (await jobs.job(self.state, JOB)).version
-            t.begin([1, 2])
+            version = (await jobs.read_job(self.state, JOB)).version
+            t.set_prompt([1, 2])
             ones = np.ones(1, np.int32)
-            t.sampled(ones, np.zeros(1, np.float32), version * ones)
-            t.ending = Ending("done", 1.0)
+            t.append_sampled(ones, np.zeros(1, np.float32), version * ones)
+            t.outcome = TrajectoryOutcome("done", 1.0)
 
         async def look() -> None:
             pass
@@ -84,13 +84,15 @@ class World:
         )
         job.mesh, job.job = self.mesh, JobData(JOB, job.config, Path(), Path())
         job.held_out = [{"n": 0}]
-        job.lineage, job._beginning, job._groups = -1, 0, {}
-        router = SimpleNamespace(enter=self.entered.append, stays={})
+        job.lineage, job._lineage_start_version, job._group_tasks = -1, 0, {}
+        router = SimpleNamespace(enter_lineage=self.entered.append, assignments={})
         job.runner = TrajectoryRunner.__new__(TrajectoryRunner)
-        job.runner.worked = Worked(Occupancy(self.mesh.clock.monotonic))
+        job.runner.work_counters = ShardWorkCounters(Occupancy(self.mesh.clock.monotonic))
         job.runner.router = router  # type: ignore[assignment]
-        job.samples = SimpleNamespace(evaluated=lambda *drawn: None)  # type: ignore[assignment]
-        job.runner.run, job.look = run, look  # type: ignore[method-assign]
+        job.samples = SimpleNamespace(  # type: ignore[assignment]
+            write_evaluation_samples=lambda *drawn: None
+        )
+        job.runner.run, job.poll_engines = run, look  # type: ignore[assignment, method-assign]
         return job
 
     async def begin(self) -> None:
@@ -99,29 +101,29 @@ class World:
         self.seats = Seats(self.state, self.mesh.token, trainer)
         await jobs.submit(self.state, JOB, document(), "", "op")
         await steps.commit_initial(
-            self.state, JOB, TRAINER, trainer, 0, steps.VersionNames("m0", "c0")
+            self.state, JOB, TRAINER, trainer, 0, steps.VersionReferences("m0", "c0")
         )
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, trainer, TRAINER)
 
     async def train(self, *, lineage: int) -> None:
         for group in await self.seats.admit():
             await self.seats.finish(group)
-        step = (await jobs.job(self.state, JOB)).version + 1
+        step = (await jobs.read_job(self.state, JOB)).version + 1
         await self.seats.commit(step, await self.seats.leased(step), lineage=lineage)
 
     async def go_back(self, version: int) -> None:
         back = (self.state, JOB, TRAINER, self.seats.trainer)
         await steps.open_lineage(
-            *back, version, steps.VersionNames(f"m0.{version}", "c"), f"back to {version}"
+            *back, version, steps.VersionReferences(f"m0.{version}", "c"), f"back to {version}"
         )
 
     async def turn(self) -> None:
         """One look of the shard at the job, and what comes of it."""
-        assert await self.shard._turn(self.job)
+        assert await self.shard._poll(self.job)
         await self.clock.sleep(1.0)
 
     async def results(self) -> dict[str, dict[str, Any]]:
-        return {e["tag"]: e["result"] for e in await jobs.evaluations(self.state, JOB)}
+        return {e["tag"]: e["result"] for e in await jobs.read_evaluations(self.state, JOB)}
 
 
 def in_world(story: Callable[[World], Awaitable[None]]) -> None:
@@ -164,7 +166,7 @@ async def test_an_evaluation_of_an_abandoned_version_ends_without_a_result(world
     assert len(world.sessions) == 2, "of each lineage's version 2"
     result = (await world.results())["step-2"]
     assert (result["mixed"], result["figures"]) == (0, {"held_out.sampled": 1.0})
-    assert not world.shard._evaluating
+    assert not world.shard._evaluation_tasks
 
 
 @story_on(in_world)
@@ -172,21 +174,21 @@ async def test_nobody_waits_for_a_version_that_was_abandoned(world: World) -> No
     job = world.job
     under_way = Trajectory(0, 0, 0, 15, seed=0)
     router = job.runner.router
-    router.stays[under_way.id] = Stay(router, under_way)
-    job.enter(0, 15)
+    router.assignments[under_way.id] = Assignment(router, under_way)
+    job.enter_lineage(0, 15)
     assert under_way.version == 15
-    job.enter(1, 8)
+    job.enter_lineage(1, 8)
     assert under_way.version == 8 and world.entered == [0, 1]
 
     async def group(number: int, prompt: int, version: int, members: Any) -> None:
         begun.append((number, version))
 
     begun: list[tuple[int, int]] = []
-    job._group = group  # type: ignore[assignment, method-assign]
-    job.start(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
-    job.start(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
-    job.start(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
-    await asyncio.gather(*job._groups.values())
+    job._run_group = group  # type: ignore[assignment, method-assign]
+    job.start_group(groups.AdmittedGroup(1, 0, 15, lineage=0), [])  # admitted before the news came
+    job.start_group(groups.AdmittedGroup(2, 0, 9, lineage=1), [])
+    job.start_group(groups.AdmittedGroup(3, 0, 9, lineage=2), [])
+    await asyncio.gather(*job._group_tasks.values())
     assert begun == [(1, 8), (2, 9), (3, 9)] and world.entered == [0, 1, 2]
 
 
@@ -228,7 +230,7 @@ def evaluation(
     under_way: set[int] = set()
 
     async def run(t: Trajectory, row: dict[str, Any]) -> None:
-        assert t.id not in seen and not t.recorded and row["n"] == t.prompt
+        assert t.id not in seen and not t.is_recorded and row["n"] == t.prompt
         seen.add(t.id)
         under_way.add(t.id)
         try:
@@ -240,10 +242,10 @@ def evaluation(
         finally:
             under_way.discard(t.id)
         reward, version = outcome
-        t.begin([1, 2])
+        t.set_prompt([1, 2])
         sampled = np.array([3, 4], np.int32)
-        t.sampled(sampled, np.zeros(2, np.float32), np.array([VERSION, version], np.int32))
-        t.ending = Ending("done", reward)
+        t.append_sampled(sampled, np.zeros(2, np.float32), np.array([VERSION, version], np.int32))
+        t.outcome = TrajectoryOutcome("done", reward)
 
     shard.runner = SimpleNamespace(run=run)  # type: ignore[assignment]
     shard.mesh = SimpleNamespace(  # type: ignore[assignment]
@@ -252,7 +254,7 @@ def evaluation(
         host=SystemHost(),
         telemetry=Telemetry("rollout/job/0"),
     )
-    shard.samples = Samples(shard.mesh, shard.job, Transcript(str, (), ()))
+    shard.samples = SampleWriter(shard.mesh, shard.job, Transcript(str, (), ()))
     made = Recorded(shard, PLAN, LINEAGE)
     made.under_way = under_way
     return made
@@ -308,15 +310,15 @@ async def test_an_error_in_one_trajectory_leaves_no_other_under_way(tmp_path: Pa
     assert made.under_way == set()
 
 
-class AwayFor(State):
+class AwayFor(StateClient):
     """A simulated Redis that is away for one script."""
 
     script = ""
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         if script == self.script:
             raise StateUnavailable("away")
-        return await super().run(script, keys, *args)
+        return await super().run_script(script, keys, *args)
 
 
 @story_on(in_world)
@@ -324,7 +326,7 @@ async def test_nothing_is_sampled_again_because_redis_was_away_for_the_result(wo
     world.going.set()
     for _ in range(EVERY):
         await world.train(lineage=0)
-    state = AwayFor(world.state.url, world.state.client, world.state._sync)
+    state = AwayFor(world.state.url, world.state.client, world.state._sync_client)
     world.mesh.state, state.script = state, "evaluation"
     await world.turn()
     await world.clock.sleep(60.0)

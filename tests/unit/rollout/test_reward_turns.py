@@ -12,20 +12,20 @@ import msgpack
 import numpy as np
 import pytest
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import ToolFailed
-from meshrl.common.grading.answers import answer_of
+from meshrl.common.grading.answers import extract_answer
 from meshrl.common.job.config import EnvironmentConfig, JobConfig, RewardConfig, RolloutConfig
-from meshrl.common.model.chat.chat import Chat
-from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from meshrl.common.records.ledger import Kind
+from meshrl.common.model.chat.chat_format import ChatFormat
+from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
+from meshrl.common.records.ledger import RecordKind
 from meshrl.services.environment.environments import Environments
-from meshrl.services.environment.tools import BuiltIn, JobTool
-from meshrl.services.rollout.runner import TrajectoryRunner, supervise
+from meshrl.services.environment.model_tools import JobTool, ModelTool
+from meshrl.services.rollout.runner import TrajectoryRunner, fill_supervised
 from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 from meshrl.services.rollout.trajectories.trajectory import NOT_SAMPLED, Trajectory
 from meshrl.services.rollout.trajectories.transcript import Transcript
-from meshrl.services.sandbox.workers.worker import OK, REWARD, run
+from meshrl.services.sandbox.workers.worker import OK, REWARD, run_call
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.rollout.test_turns import arrays, restored
 
@@ -70,7 +70,7 @@ def double(of: str) -> str:
 @pytest.fixture
 def tokenizer(tmp_path: Any) -> Tokenizer:
     SEEN.clear()
-    return character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
+    return build_character_tokenizer(CHARACTERS, tmp_path / "tokenizer.json")
 
 
 class Speaking:
@@ -79,21 +79,21 @@ class Speaking:
     def __init__(self, t: Trajectory, says: list[list[int]]) -> None:
         self.trajectory, self._says = t, says
 
-    async def generate(self, limit: int) -> Finish:
+    async def generate(self, limit: int) -> FinishReason:
         ids = self._says.pop(0)
         room = limit - self.trajectory.length
-        self.trajectory.sampled(*arrays(ids[:room]))
-        return Finish.STOP if len(ids) <= room else Finish.LENGTH
+        self.trajectory.append_sampled(*arrays(ids[:room]))
+        return FinishReason.STOP if len(ids) <= room else FinishReason.LENGTH
 
-    def end(self) -> None:
-        assert self.trajectory.ending is None
+    def finish(self) -> None:
+        assert self.trajectory.outcome is None
 
 
 def job_of(
     served: Environments, tokenizer: Tokenizer, stop: str, **rollout: Any
 ) -> TrajectoryRunner:
     async def perform(operation: str, key: int, argument: Any, *_: Any) -> Any:
-        status, answer = served.perform(key, operation, argument)
+        status, answer = served.run_operation(key, operation, argument)
         assert status == "ok", answer
         return answer
 
@@ -105,7 +105,7 @@ def job_of(
 
     async def scored(row: dict[str, Any], turns: list[dict[str, Any]]) -> float:
         name = f"{REWARD}0"
-        _, status, value, error = run({name: reward}, [1, name, msgpack.packb([row, turns])])
+        _, status, value, error = run_call({name: reward}, [1, name, msgpack.packb([row, turns])])
         assert status == OK, error
         return float(value)
 
@@ -115,11 +115,17 @@ def job_of(
         reward=RewardConfig(use="m:reward"),
         environment=EnvironmentConfig(use="m:f"),
     )
-    names = ("begin", "step", "result", "cut")
-    pool = SimpleNamespace(**{name: operation(name) for name in names})
-    job.environments = pool  # type: ignore[assignment]
-    job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
-    job.sandbox = SimpleNamespace(tool=tool, reward=scored)  # type: ignore[assignment]
+    pool = SimpleNamespace(
+        begin=operation("begin"),
+        step=operation("step"),
+        send_tool_result=operation("result"),
+        end_early=operation("cut"),
+    )
+    job.environment_pool = pool  # type: ignore[assignment]
+    job.router = SimpleNamespace(on_tool_return=lambda stay: None)  # type: ignore[assignment]
+    job.sandbox_client = SimpleNamespace(  # type: ignore[assignment]
+        call_tool=tool, compute_reward=scored
+    )
     job.judge = None
     ids = tokenizer.encode(stop)
     job.transcript = Transcript(tokenizer.decode, frozenset(ids), job.config.rollout.stop_text)
@@ -130,9 +136,9 @@ def to_end(
     job: TrajectoryRunner, t: Trajectory, tokenizer: Tokenizer, says: list[str], row: Any = None
 ) -> str:
     """Runs a trajectory that says these turns; why it ended."""
-    t.recorded = False
+    t.is_recorded = False
     stay = Speaking(t, [tokenizer.encode(text) for text in says])
-    ending = asyncio.run(job.to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
+    ending = asyncio.run(job.run_to_end(stay, ROW if row is None else row))  # type: ignore[arg-type]
     assert ending.reward == 0.5, ending.error
     return ending.reason
 
@@ -160,7 +166,7 @@ def test_a_reward_gets_the_turns_of_model_tools_and_appended_texts(tokenizer: To
     assert SEEN["turns"] == [MODEL, TOOL, APPENDED, last]
     assert SEEN["steps"] == ["1+1;", "2;"], "an environment reads the stop token, too"
     assert SEEN["row"] == SEEN["opened"] == ROW
-    assert answer_of(SEEN["turns"], {}) == "2"
+    assert extract_answer(SEEN["turns"], {}) == "2"
 
 
 def test_a_turn_that_is_cut_in_the_middle_says_so(tokenizer: Tokenizer) -> None:
@@ -190,9 +196,11 @@ def test_a_trajectory_out_of_the_ledger_has_the_same_turns(tokenizer: Tokenizer)
     served = Environments(Asking, tokenizer, "")
     job = job_of(served, tokenizer, STOP)
     appended = tokenizer.encode(APPENDED["text"])
-    call = (Kind.TOOL, [0, "double", TOOL["input"], TOOL["value"]])
-    opening = served.perform(0, "begin", ROW)[1]
-    t = restored(opening, (tokenizer.encode("1+1;"), "1+1;"), call, (Kind.APPEND, [0, appended]))
+    call = (RecordKind.TOOL, [0, "double", TOOL["input"], TOOL["value"]])
+    opening = served.run_operation(0, "begin", ROW)[1]
+    t = restored(
+        opening, (tokenizer.encode("1+1;"), "1+1;"), call, (RecordKind.APPEND, [0, appended])
+    )
     to_end(job, t, tokenizer, ["2;"])
     assert SEEN["turns"][:3] == [MODEL, TOOL, APPENDED]
 
@@ -219,8 +227,8 @@ def test_turns_of_a_chat_are_in_the_models_own_format(tmp_path: Any) -> None:
         def close(self) -> None:
             return None
 
-    chat = Chat.load("qwen3", {}, tokenizer)
-    tools: dict[str, BuiltIn] = {"double": JobTool("double", double)}
+    chat = ChatFormat.load("qwen3", {}, tokenizer)
+    tools: dict[str, ModelTool] = {"double": JobTool("double", double)}
     end = "<|im_end|>"
     job = job_of(Environments(Twice, tokenizer, "", chat, tools), tokenizer, end, max_tokens=2048)
     call = '<tool_call>\n{"name": "double", "arguments": {"of": "ab"}}\n</tool_call>' + end
@@ -252,10 +260,10 @@ def test_a_chats_cut_is_told_what_was_said_as_its_step_is(tmp_path: Any) -> None
             told.append(text)
             return 0.0
 
-    served = Environments(Cut, tokenizer, "", Chat.load("qwen3", {}, tokenizer))
-    served.perform(0, "begin", {"prompt": "2+2?"})
+    served = Environments(Cut, tokenizer, "", ChatFormat.load("qwen3", {}, tokenizer))
+    served.run_operation(0, "begin", {"prompt": "2+2?"})
     ids = tokenizer.encode("<think>\nhm\n</think>\n\nit is")
-    assert served.perform(0, "cut", ids) == ("ok", ["<think>\nhm\n</think>\n\nit is", 0.0])
+    assert served.run_operation(0, "cut", ids) == ("ok", ["<think>\nhm\n</think>\n\nit is", 0.0])
     assert told == ["it is"]
 
 
@@ -277,17 +285,17 @@ def test_a_last_observation_is_shown_to_the_reward_and_counted(tokenizer: Tokeni
     job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=40)
     assert to_end(job, t, tokenizer, ["2;"]) == "done"
     assert [turn["text"] for turn in SEEN["turns"]] == ["2;", " over!"]
-    assert tokenizer.decode(t.tokens.tolist()) == "1+1=2; over!" and t.last
+    assert tokenizer.decode(t.tokens.tolist()) == "1+1=2; over!" and t.last_observation
     full = fresh()
     job = job_of(Environments(EndsAtOnce, tokenizer, ""), tokenizer, STOP, max_tokens=10)
     assert to_end(job, full, tokenizer, ["2;"]) == "done"
-    assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last
+    assert [turn["text"] for turn in SEEN["turns"]] == ["2;"] and not full.last_observation
 
 
 def test_a_stop_text_that_its_token_holds_twice_is_stripped_whole(tokenizer: Tokenizer) -> None:
     transcript = Transcript(tokenizer.decode, (), ["!!", "\n", "no"])
     for text, stop in (("so!!!!", "!!!!"), ("is\n\n", "\n\n"), ("is no\nno", "no\nno"), ("is", "")):
-        assert transcript._ended(text, []) == stop
+        assert transcript._find_stop(text, []) == stop
 
 
 @pytest.mark.parametrize("score", [float("inf"), float("nan")])
@@ -297,9 +305,9 @@ def test_a_reward_that_is_not_finite_is_a_named_failure(tokenizer: Tokenizer, sc
     async def overflowed(*_: Any) -> float:
         return score
 
-    job.sandbox = SimpleNamespace(reward=overflowed)  # type: ignore[assignment]
+    job.sandbox_client = SimpleNamespace(compute_reward=overflowed)  # type: ignore[assignment]
     with pytest.raises(TrajectoryFailed, match=f"the reward is {score}") as failed:
-        asyncio.run(job.reward(fresh(), ROW, "done", None))
+        asyncio.run(job.compute_reward(fresh(), ROW, "done", None))
     assert failed.value.kind == "reward is not finite"
 
 
@@ -311,11 +319,11 @@ VERSION = 5
 class Pool:
     """The operations of an environment process, in this one."""
 
-    def __init__(self, tokenizer: Tokenizer, chat: Chat | None = None) -> None:
-        self.served = Environments(None, tokenizer, "prompt", chat, ends=["$"])
+    def __init__(self, tokenizer: Tokenizer, chat: ChatFormat | None = None) -> None:
+        self.served = Environments(None, tokenizer, "prompt", chat, end_tokens=["$"])
 
-    async def answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
-        status, found = self.served.perform(key, "answer", [row, value])
+    async def encode_answer(self, key: int, row: dict[str, Any], value: Any) -> tuple[Any, Any]:
+        status, found = self.served.run_operation(key, "answer", [row, value])
         if status != "ok":
             raise ToolFailed(found)
         return found[0], found[1]
@@ -323,7 +331,7 @@ class Pool:
 
 async def supervised(pool: Pool, row: dict[str, Any], max_tokens: int = 64) -> Trajectory:
     t = Trajectory(3, 0, 7, VERSION, seed=0)
-    await supervise(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
+    await fill_supervised(t, row, "response", pool, max_tokens)  # type: ignore[arg-type]
     return t
 
 
@@ -332,8 +340,8 @@ async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
     assert PLAIN.decode(t.tokens.tolist()) == "1+1=2$"
     assert t.versions.tolist() == [NOT_SAMPLED] * 4 + [VERSION] * 2
     assert not t.logprobs.any()
-    assert t.ending is not None and (t.ending.reason, t.ending.reward) == ("done", 1.0)
-    assert not t.recorded
+    assert t.outcome is not None and (t.outcome.reason, t.outcome.reward) == ("done", 1.0)
+    assert not t.is_recorded
 
 
 @pytest.mark.parametrize(
@@ -348,16 +356,16 @@ async def test_the_answer_is_what_is_trained_and_the_prompt_is_not() -> None:
 async def test_a_row_that_cannot_be_learned_fails_by_type(row: dict[str, Any], why: str) -> None:
     pool = Pool(PLAIN)
     t = await supervised(pool, row)
-    assert t.ending is not None and t.ending.reward is None
-    assert t.ending.error.startswith("row 7: ") and why in t.ending.error
-    assert pool.served.perform(t.id, "step", [])[0] == "unknown", "nothing stays open"
+    assert t.outcome is not None and t.outcome.reward is None
+    assert t.outcome.error.startswith("row 7: ") and why in t.outcome.error
+    assert pool.served.run_operation(t.id, "step", [])[0] == "unknown", "nothing stays open"
 
 
 async def test_an_answer_in_a_chat_is_what_the_format_writes_up_to_its_end(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    pool = Pool(tokenizer, Chat.load("qwen3", {"enable_thinking": False}, tokenizer))
+    pool = Pool(tokenizer, ChatFormat.load("qwen3", {"enable_thinking": False}, tokenizer))
     t = await supervised(pool, {"prompt": "hi", "response": "the sum"}, 400)
-    assert t.ending is not None and t.ending.error == ""
+    assert t.outcome is not None and t.outcome.error == ""
     sampled = t.versions != NOT_SAMPLED
     assert tokenizer.decode(t.tokens[sampled].tolist()) == "the sum<|im_end|>"
     told = tokenizer.decode(t.tokens[~sampled].tolist())
@@ -367,11 +375,11 @@ async def test_an_answer_in_a_chat_is_what_the_format_writes_up_to_its_end(tmp_p
 
 async def test_a_chat_answer_may_be_a_message_with_reasoning_and_calls(tmp_path: Path) -> None:
     tokenizer = qwen3_tokenizer(tmp_path)
-    pool = Pool(tokenizer, Chat.load("qwen3", {}, tokenizer))
+    pool = Pool(tokenizer, ChatFormat.load("qwen3", {}, tokenizer))
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     message = {"content": "", "reasoning_content": "adding", "tool_calls": [call]}
     t = await supervised(pool, {"prompt": "1+1", "response": message}, 400)
-    assert t.ending is not None and t.ending.error == ""
+    assert t.outcome is not None and t.outcome.error == ""
     said = tokenizer.decode(t.tokens[t.versions != NOT_SAMPLED].tolist())
     assert "adding" in said and '"name": "add"' in said and said.endswith("<|im_end|>")
 
@@ -379,4 +387,4 @@ async def test_a_chat_answer_may_be_a_message_with_reasoning_and_calls(tmp_path:
 async def test_nothing_stays_open_after_an_answer() -> None:
     pool = Pool(PLAIN)
     t = await supervised(pool, {"prompt": "1+1=", "response": "2$"})
-    assert pool.served.perform(t.id, "step", [])[0] == "unknown"
+    assert pool.served.run_operation(t.id, "step", [])[0] == "unknown"

@@ -13,44 +13,46 @@ import torch
 
 from meshrl.common.base.errors import NotFound, Refused, ToolFailed
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.bundle.model_shape import model_config
+from meshrl.common.job.bundle.model_shape import load_model_config
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.model.files.hf import save_model
+from meshrl.common.model.files.hf_writer import save_model
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.job import bundle, jobfile
-from meshrl.services.rollout.talking.__main__ import row_of
-from meshrl.services.rollout.talking.console import ChatConsole
-from meshrl.services.rollout.talking.partner import Partner, Played
-from meshrl.services.rollout.talking.sampling import (
-    Sampled,
-    SampledPrompt,
-    document,
-    parser,
-    prompt_of,
+from meshrl.job import bundle, job_reader
+from meshrl.services.rollout.standalone.__main__ import choose_row
+from meshrl.services.rollout.standalone.console import ChatConsole
+from meshrl.services.rollout.standalone.local_player import LocalPlayer, PlayedTrajectory
+from meshrl.services.rollout.standalone.sampling import (
+    PromptRequest,
+    SampleResult,
+    build_document,
+    create_parser,
+    format_result,
+    parse_prompt,
     sample,
-    told,
 )
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[3]
-GAME = ROOT / "meshrl/starter/game/job.toml"
+GAME = ROOT / "meshrl/job_template/game/job.toml"
 CHAT = ROOT / "examples/chat.toml"
 
 
-def partner_in(tmp_path: Path, job_file: Path, settings: list[str], converse: bool) -> Partner:
+def partner_in(tmp_path: Path, job_file: Path, settings: list[str], converse: bool) -> LocalPlayer:
     """A partner whose model is fresh: what it says is noise, and what becomes of it is not."""
-    config, base = jobfile.load(job_file, settings)
-    _, document = bundle.pack(config, base, tmp_path / "run")
-    job = JobData.of(config.name, json.loads(json.dumps(document)), str(tmp_path / "run"))
-    shape = model_config(job)
+    config, base = job_reader.load_config(job_file, settings)
+    _, document = bundle.pack_bundle(config, base, tmp_path / "run")
+    job = JobData.from_document(
+        config.name, json.loads(json.dumps(document)), str(tmp_path / "run")
+    )
+    shape = load_model_config(job)
     decoder = Decoder(shape)
     decoder.initialise(torch.Generator().manual_seed(0))
-    save_model(tmp_path / "model", shape, decoder.state_dict(), job.tokenizer)
-    return Partner(SystemHost(), job, tmp_path / "model", tmp_path, converse=converse)
+    save_model(tmp_path / "model", shape, decoder.state_dict(), job.tokenizer_file)
+    return LocalPlayer(SystemHost(), job, tmp_path / "model", tmp_path, is_conversation=converse)
 
 
-async def playing(partner: Partner, play: Callable[[Partner], Any]) -> Any:
+async def playing(partner: LocalPlayer, play: Callable[[LocalPlayer], Any]) -> Any:
     try:
         async with asyncio.timeout(scaled(90.0)):
             return await play(partner)
@@ -61,23 +63,25 @@ async def playing(partner: Partner, play: Callable[[Partner], Any]) -> Any:
 def test_a_row_is_chosen_by_its_number_and_may_get_another_prompt() -> None:
     rows = [{"prompt": "a-c:", "hidden": "b"}, {"prompt": "d-f:", "hidden": "e"}]
     config = JobConfig()
-    assert row_of(config, rows, 1, None) == rows[1]
-    assert row_of(config, rows, 1, "a-l:") == {"prompt": "a-l:", "hidden": "e"}
-    assert row_of(config, rows, None, "a-l:") == {"prompt": "a-l:"}
+    assert choose_row(config, rows, 1, None) == rows[1]
+    assert choose_row(config, rows, 1, "a-l:") == {"prompt": "a-l:", "hidden": "e"}
+    assert choose_row(config, rows, None, "a-l:") == {"prompt": "a-l:"}
     with pytest.raises(NotFound, match="Rows go from 0 to 1"):
-        row_of(config, rows, 2, None)
+        choose_row(config, rows, 2, None)
 
 
 async def test_a_row_is_played_in_the_jobs_environment_and_rewarded(tmp_path: Path) -> None:
     row = {"prompt": "c-h:", "hidden": "f"}
     shown: list[dict[str, Any]] = []
 
-    async def play(partner: Partner) -> Played:
+    async def play(partner: LocalPlayer) -> PlayedTrajectory:
         with pytest.raises(ToolFailed, match="KeyError: 'hidden'"):
             await partner.play(1, {"prompt": "c-h:"}, 1.0, 1, shown.append)
         shown.clear()
         for key in range(2, 30):  # a game whose first letter leaves something to ask
-            played: Played = await partner.play(key, row, 20.0, key, shown.append, reward=True)
+            played: PlayedTrajectory = await partner.play(
+                key, row, 20.0, key, shown.append, with_reward=True
+            )
             if len(played.turns) > 2:
                 return played
             shown.clear()
@@ -98,13 +102,15 @@ async def test_a_conversation_goes_on_until_the_person_has_nothing_to_say(tmp_pa
     async def hear() -> str | None:
         return next(words)
 
-    async def play(partner: Partner) -> Played:
+    async def play(partner: LocalPlayer) -> PlayedTrajectory:
         # Whatever it says, one of these ends its turn soon: nearly all of its tokens.
         tokens = partner.tokenizer.vocabulary
-        partner.stop = tuple(
+        partner.stop_token_ids = tuple(
             token for text, token in tokens.items() if not text.startswith("<tool")
         )[:480]
-        played: Played = await partner.play(1, {"prompt": "1+2?"}, 1.0, 3, shown.append, hear)
+        played: PlayedTrajectory = await partner.play(
+            1, {"prompt": "1+2?"}, 1.0, 3, shown.append, hear
+        )
         return played
 
     played = await playing(partner_in(tmp_path, CHAT, [], True), play)
@@ -119,74 +125,76 @@ ROW = {"prompt": "c-h:", "hidden": "f"}
 
 
 @pytest.fixture
-async def game(tmp_path: Path) -> AsyncIterator[Partner]:
+async def game(tmp_path: Path) -> AsyncIterator[LocalPlayer]:
     partner = partner_in(tmp_path, GAME, [], False)
     yield partner
     await partner.close()
 
 
-async def sampled(partner: Partner, asked: SampledPrompt, *words: str) -> Sampled:
-    a = parser().parse_args(["--run=.", "--model=.", "--scratch=.", *words])
+async def sampled(partner: LocalPlayer, asked: PromptRequest, *words: str) -> SampleResult:
+    a = create_parser().parse_args(["--run=.", "--model=.", "--scratch=.", *words])
     return await sample(partner, 1, asked, a, 7, ChatConsole(SystemHost(), quiet=a.json))
 
 
 async def test_a_whole_row_has_turns_reward_and_tokens(
-    game: Partner, capsys: pytest.CaptureFixture[str]
+    game: LocalPlayer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = await sampled(game, SampledPrompt(ROW, True))
-    played = found.played
+    found = await sampled(game, PromptRequest(ROW, True))
+    played = found.trajectory
     assert played is not None and found.error == "" and played.score is not None
-    assert 0 < played.sampled < played.tokens
+    assert 0 < played.sampled_tokens < played.tokens
     assert capsys.readouterr().out.startswith("prompt:      c-h:\nmodel:")
-    reward, tokens = told(found)
+    reward, tokens = format_result(found)
     assert reward == f"reward:      {played.score:g}"
-    assert tokens.startswith(f"tokens:      {played.tokens}, {played.sampled} sampled")
-    line = document(SampledPrompt(ROW, True), found, 1.0, 7)
+    assert tokens.startswith(f"tokens:      {played.tokens}, {played.sampled_tokens} sampled")
+    line = build_document(PromptRequest(ROW, True), found, 1.0, 7)
     assert (line["row"], line["reward"], line["ending"]) == (ROW, played.score, played.reason)
     assert json.loads(json.dumps(line))["turns"] == played.turns
 
 
-async def test_what_the_environment_raises_is_told_with_what_to_do(game: Partner) -> None:
-    found = await sampled(game, SampledPrompt({"prompt": "c-h:"}, False))
-    assert found.played is None and "KeyError: 'hidden'" in found.error
-    assert "give a whole row" in found.error and list(told(found)) == [
+async def test_what_the_environment_raises_is_told_with_what_to_do(game: LocalPlayer) -> None:
+    found = await sampled(game, PromptRequest({"prompt": "c-h:"}, False))
+    assert found.trajectory is None and "KeyError: 'hidden'" in found.error
+    assert "give a whole row" in found.error and list(format_result(found)) == [
         f"failed:      {found.error}"
     ]
-    whole = await sampled(game, SampledPrompt({"prompt": "c-h:"}, True))
+    whole = await sampled(game, PromptRequest({"prompt": "c-h:"}, True))
     assert "KeyError: 'hidden'" in whole.error and "give a whole row" not in whole.error
-    assert document(SampledPrompt({}, True), whole, 1.0, 7)["ending"] == "failed"
+    assert build_document(PromptRequest({}, True), whole, 1.0, 7)["ending"] == "failed"
 
 
-async def test_no_more_is_sampled_than_was_asked_for(game: Partner) -> None:
-    game.stop = ()  # so that nothing else ends a turn
-    found = await sampled(game, SampledPrompt(ROW, True), "--max-tokens=3", "--json")
-    assert found.played is not None
-    assert (found.played.sampled, found.played.reason) == (3, "length")
+async def test_no_more_is_sampled_than_was_asked_for(game: LocalPlayer) -> None:
+    game.stop_token_ids = ()  # so that nothing else ends a turn
+    found = await sampled(game, PromptRequest(ROW, True), "--max-tokens=3", "--json")
+    assert found.trajectory is not None
+    assert (found.trajectory.sampled_tokens, found.trajectory.reason) == (3, "length")
 
 
-async def test_a_prompt_without_room_behind_it_is_refused(game: Partner) -> None:
-    long = ROW | {"prompt": "a" * game.most}
-    with pytest.raises(Refused, match=f"too long: it has {game.most} tokens"):
-        await sampled(game, SampledPrompt(long, True), "--json")
+async def test_a_prompt_without_room_behind_it_is_refused(game: LocalPlayer) -> None:
+    long = ROW | {"prompt": "a" * game.max_length}
+    with pytest.raises(Refused, match=f"too long: it has {game.max_length} tokens"):
+        await sampled(game, PromptRequest(long, True), "--json")
 
 
 @pytest.mark.rotating(2)
 async def test_a_reward_that_needs_more_than_the_prompt_is_missing(tmp_path: Path) -> None:
     partner = partner_in(tmp_path, CHAT, [], False)
     try:
-        found = await sampled(partner, SampledPrompt({"prompt": "1+2?"}, False), "--json")
-        assert found.played is not None and found.error == "" and found.played.score is None
-        assert "KeyError" in found.note and next(iter(told(found))).endswith("if it needs one")
-        whole = await sampled(partner, SampledPrompt({"prompt": "1+2?"}, True), "--json")
+        found = await sampled(partner, PromptRequest({"prompt": "1+2?"}, False), "--json")
+        assert found.trajectory is not None and found.error == "" and found.trajectory.score is None
+        assert "KeyError" in found.note and next(iter(format_result(found))).endswith(
+            "if it needs one"
+        )
+        whole = await sampled(partner, PromptRequest({"prompt": "1+2?"}, True), "--json")
         assert whole.note == "" and "KeyError" in whole.error
     finally:
         await partner.close()
 
 
-def test_a_prompt_that_a_row_of_the_job_has_is_that_row(game: Partner) -> None:
-    rows = game.job.rows("train")
+def test_a_prompt_that_a_row_of_the_job_has_is_that_row(game: LocalPlayer) -> None:
+    rows = game.job.read_rows("train")
     known = next(row for row in rows)
-    found = prompt_of(json.dumps({"prompt": known["prompt"]}), game.job)
-    assert found.whole and found.row["prompt"] == known["prompt"] and "hidden" in found.row
-    assert prompt_of('{"prompt": "?"}', game.job) == SampledPrompt({"prompt": "?"}, False)
-    assert prompt_of('{"row": {"a": 1}}', game.job) == SampledPrompt({"a": 1}, True)
+    found = parse_prompt(json.dumps({"prompt": known["prompt"]}), game.job)
+    assert found.is_complete and found.row["prompt"] == known["prompt"] and "hidden" in found.row
+    assert parse_prompt('{"prompt": "?"}', game.job) == PromptRequest({"prompt": "?"}, False)
+    assert parse_prompt('{"row": {"a": 1}}', game.job) == PromptRequest({"a": 1}, True)

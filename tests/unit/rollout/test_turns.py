@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.job.config import JobConfig, RolloutConfig
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.common.records.ledger import Kind, Record
-from meshrl.common.records.token_record import TokenRows
+from meshrl.common.records.ledger import LedgerRecord, RecordKind
+from meshrl.common.records.token_records import TokenRows
 from meshrl.services.environment.environments import Environments
-from meshrl.services.rollout.runner import JobTurns, TrajectoryRunner
-from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
-from meshrl.services.rollout.trajectories.turns import CALLS
+from meshrl.services.rollout.runner import JobTurnPlayer, TrajectoryRunner
+from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
+from meshrl.services.rollout.trajectories.turn_player import MAX_TOOL_CALLS
 
 ROOT = Path(__file__).parents[3]
 TOKENIZER = Tokenizer.load(str(ROOT / "examples/calculator/tokenizer.json"))
@@ -62,45 +62,45 @@ class Rebuilt:
     def _perform(self, operation: str, argument: Any, replay: Callable[[], Any]) -> Any:
         if self._lossy:
             self._served = Environments(Asking, TOKENIZER, "")
-            assert self._served.perform(KEY, "restore", replay()) == ("ok", None)
-        status, answer = self._served.perform(KEY, operation, argument)
+            assert self._served.run_operation(KEY, "restore", replay()) == ("ok", None)
+        status, answer = self._served.run_operation(KEY, operation, argument)
         assert status == "ok", answer
         return answer
 
     async def begin(self, row: dict[str, Any]) -> list[int]:
-        status, ids = self._served.perform(KEY, "begin", row)
+        status, ids = self._served.run_operation(KEY, "begin", row)
         assert status == "ok"
         return list(ids)
 
     async def step(self, _: int, ids: list[int], replay: Any) -> Any:
         return self._perform("step", ids, replay)
 
-    async def result(self, _: int, value: Any, replay: Any) -> Any:
+    async def send_tool_result(self, _: int, value: Any, replay: Any) -> Any:
         return self._perform("result", value, replay)
 
-    async def cut(self, _: int, ids: list[int], replay: Any) -> Any:
+    async def end_early(self, _: int, ids: list[int], replay: Any) -> Any:
         return self._perform("cut", ids, replay)
 
 
 class Saying:
     """A trajectory at an engine that says the same in each turn, as far as there is room."""
 
-    def __init__(self, t: Trajectory, said: str, ends: Finish = Finish.STOP) -> None:
+    def __init__(self, t: Trajectory, said: str, ends: FinishReason = FinishReason.STOP) -> None:
         self.trajectory, self._said, self._ends = t, TOKENIZER.encode(said), ends
         self.limits: list[int] = []
 
-    async def generate(self, limit: int) -> Finish:
+    async def generate(self, limit: int) -> FinishReason:
         self.limits.append(limit)
         room = limit - self.trajectory.length
         if room <= 0:
-            return Finish.LENGTH
-        self.trajectory.sampled(*arrays(self._said[:room]))
+            return FinishReason.LENGTH
+        self.trajectory.append_sampled(*arrays(self._said[:room]))
         return self._ends
 
 
 async def turns(runner: TrajectoryRunner, t: Trajectory, said: str) -> tuple[str, float | None]:
     """Runs the trajectory, which says that in each turn."""
-    return await JobTurns(runner, Saying(t, said), {}).play()  # type: ignore[arg-type]
+    return await JobTurnPlayer(runner, Saying(t, said), {}).play()  # type: ignore[arg-type]
 
 
 def runner_of(pool: Rebuilt, **rollout: Any) -> TrajectoryRunner:
@@ -110,9 +110,9 @@ def runner_of(pool: Rebuilt, **rollout: Any) -> TrajectoryRunner:
 
     job = TrajectoryRunner.__new__(TrajectoryRunner)
     job.config = JobConfig(rollout=RolloutConfig(**rollout))
-    job.environments = pool  # type: ignore[assignment]
-    job.router = SimpleNamespace(returned=lambda stay: None)  # type: ignore[assignment]
-    job.sandbox = SimpleNamespace(tool=tool)  # type: ignore[assignment]
+    job.environment_pool = pool  # type: ignore[assignment]
+    job.router = SimpleNamespace(on_tool_return=lambda stay: None)  # type: ignore[assignment]
+    job.sandbox_client = SimpleNamespace(call_tool=tool)  # type: ignore[assignment]
     return job
 
 
@@ -122,31 +122,31 @@ def arrays(ids: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def restored(
-    opening: list[int], turn: tuple[list[int], str], *more: tuple[Kind, Any]
+    opening: list[int], turn: tuple[list[int], str], *more: tuple[RecordKind, Any]
 ) -> Trajectory:
     """A trajectory as a shard that starts again finds it in its ledger."""
     said = turn[1]
     tokens, logprobs, versions = arrays(turn[0])
     ids, counts = np.array([KEY], np.int64), np.array([len(tokens)], np.int32)
     records = [
-        (Kind.OPEN, [0, 0, 0, 0, opening]),
-        (Kind.TOKENS, TokenRows(ids, counts, tokens, logprobs, versions)),
-        (Kind.TURN, [KEY, said]),
+        (RecordKind.OPEN, [0, 0, 0, 0, opening]),
+        (RecordKind.TOKENS, TokenRows(ids, counts, tokens, logprobs, versions)),
+        (RecordKind.TURN, [KEY, said]),
         *more,
     ]
-    found = Restored()
+    found = RestoredGroups()
     for kind, payload in records:
-        found.apply(Record(kind, payload), lambda group, member: 0)
+        found.apply_record(LedgerRecord(kind, payload), lambda group, member: 0)
     t = found.trajectories[KEY]
-    t.recorded = False
+    t.is_recorded = False
     return t
 
 
 async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_value() -> None:
     pool = Rebuilt()
     t = Trajectory(0, 0, 0, 0, 0)
-    t.recorded = False
-    t.begin(await pool.begin({}))
+    t.is_recorded = False
+    t.set_prompt(await pool.begin({}))
     job = runner_of(pool, max_turns=3)
     assert await turns(job, t, "2") == ("turns", 0.5)
     assert Asking.seen == ["step 2", "result 2"] * 3 + ["cut "]
@@ -156,23 +156,23 @@ async def test_an_environment_that_is_rebuilt_for_its_cut_knows_the_last_tools_v
 async def test_a_turn_that_ended_where_room_ends_is_not_told_twice(answered: bool) -> None:
     pool = Rebuilt()
     opening = await pool.begin({})
-    call = [(Kind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
+    call = [(RecordKind.TOOL, [KEY, "echo", "2", "7"])] if answered else []
     t = restored(opening, (TOKENIZER.encode("2"), "2"), *call)
     value = "7" if answered else "2"
     job = runner_of(pool, max_tokens=t.length)
     assert await turns(job, t, "3") == ("length", 0.5)
     assert Asking.seen == ["step 2", f"result {value}", "cut "]
-    (turn,) = t.every_turn
-    assert (turn.text, turn.calls()) == ("2", [("echo", "2", value)])
+    (turn,) = t.all_turns
+    assert (turn.text, turn.list_calls()) == ("2", [("echo", "2", value)])
 
 
 async def test_an_environment_that_calls_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Asking, "endless", True)
     pool = Rebuilt(lossy=False)
     t = Trajectory(0, 0, 0, 0, 0)
-    t.recorded = False
-    t.begin(await pool.begin({}))
-    with pytest.raises(ToolFailed, match=f"over {CALLS} tool calls"):
+    t.is_recorded = False
+    t.set_prompt(await pool.begin({}))
+    with pytest.raises(ToolFailed, match=f"over {MAX_TOOL_CALLS} tool calls"):
         await turns(runner_of(pool), t, "2")
 
 
@@ -180,11 +180,11 @@ async def test_an_environment_that_calls_for_ever_fails(monkeypatch: pytest.Monk
 async def test_a_trajectory_is_cut_at_its_forced_length(member: int, length: int) -> None:
     pool = Rebuilt(lossy=False)
     t = Trajectory(0, member, 0, 0, 0)
-    t.recorded = False
-    t.begin(await pool.begin({}))
+    t.is_recorded = False
+    t.set_prompt(await pool.begin({}))
     job = runner_of(pool, lengths=[3, 1])
-    stay = Saying(t, "234567", Finish.LENGTH)
-    assert await JobTurns(job, stay, {}).play() == ("length", 0.5)  # type: ignore[arg-type]
+    stay = Saying(t, "234567", FinishReason.LENGTH)
+    assert await JobTurnPlayer(job, stay, {}).play() == ("length", 0.5)  # type: ignore[arg-type]
     assert stay.limits == [t.prompt_length + length]
     assert t.length == t.prompt_length + length
     assert Asking.seen == [f"cut {'234567'[:length]}"]
@@ -201,13 +201,16 @@ async def test_a_last_observation_is_in_the_ledger_with_the_end() -> None:
     pool = Ends()
     opening = await pool.begin({})
     t = Trajectory(0, 0, 0, 0, 0)
-    t.recorded = False
-    t.begin(opening)
+    t.is_recorded = False
+    t.set_prompt(opening)
     assert await turns(runner_of(pool), t, "2") == ("done", 0.5)
     assert TOKENIZER.decode(t.tokens.tolist()) == "1+1=2=4"
     said = (TOKENIZER.encode("2"), "2")
     again = restored(
-        opening, said, (Kind.APPEND, [KEY, t.last]), (Kind.END, [KEY, "done", 0.5, ""])
+        opening,
+        said,
+        (RecordKind.APPEND, [KEY, t.last_observation]),
+        (RecordKind.END, [KEY, "done", 0.5, ""]),
     )
     assert again.tokens.tolist() == t.tokens.tolist()
-    assert again.ending is not None and again.ending.reward == 0.5
+    assert again.outcome is not None and again.outcome.reward == 0.5

@@ -12,14 +12,20 @@ import numpy as np
 import pytest
 
 from meshrl.common.api.sandbox import OK, RAISED, CallOutcome, RewardCall
-from meshrl.common.base.files.lines import whole
+from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.common.job.evaluation_plan import EvaluationPlan
-from meshrl.common.records import run_lines
-from meshrl.common.state.pool.demand.measured import MeasuredWork, work_of
+from meshrl.common.records import line_files
+from meshrl.common.state.pool.demand.measurements import MeasuredWork, decode_work
 from meshrl.services.rollout.evaluation import evaluate
 from meshrl.services.rollout.record.group_commit import WINDOW_S
-from meshrl.services.rollout.samples import FAILED, MOST, TEXT, TURNS, bounded
-from meshrl.services.rollout.trajectories.trajectory import Ending, Trajectory
+from meshrl.services.rollout.sample_writer import (
+    MAX_FAILED_SAMPLES,
+    MAX_SAMPLES,
+    MAX_TEXT_CHARS,
+    MAX_TURNS,
+    truncate,
+)
+from meshrl.services.rollout.trajectories.trajectory import Trajectory, TrajectoryOutcome
 from tests.stories import story_on
 from tests.unit.rollout.shard_bench import ENGINES, ShardBench, on_shard
 
@@ -27,7 +33,9 @@ SCORE_S = 3.0
 
 
 def work(bench: ShardBench) -> MeasuredWork:
-    return bench.job.runner.worked.work(bench.job.runner.commits.recorded)
+    return bench.job.runner.work_counters.measure_work(
+        bench.job.runner.group_commit.recorded_tokens
+    )
 
 
 @story_on(on_shard, "tmp_path")
@@ -47,14 +55,14 @@ async def test_time_is_at_engines_in_queues_or_in_tools_also_in_flight(bench: Sh
     assert late.sampled == sum(s.engine.tokens_generated for s in bench.engines)
     await bench.clock.sleep(100.0)
     assert work(bench) == late
-    published = work_of(bench.job.stats().work)
+    published = decode_work(bench.job.stats().work)
     assert asdict(published) == pytest.approx(asdict(late), abs=0.001)
 
 
 @story_on(on_shard, "tmp_path")
 async def test_evaluation_counts_into_nothing(bench: ShardBench) -> None:
     await evaluate(bench.job, EvaluationPlan("step-0", 0, ("sampled",)), 0)
-    assert bench.job.runner.commits.sampled > 0
+    assert bench.job.runner.group_commit.sampled_tokens > 0
     assert work(bench) == MeasuredWork() and bench.job.stats().work == {}
 
 
@@ -63,11 +71,11 @@ async def test_evaluation_counts_into_nothing(bench: ShardBench) -> None:
 async def test_a_pause_counts_into_nothing(bench: ShardBench) -> None:
     task = await bench.group()
     await bench.clock.sleep(0.1)
-    bench.mesh.job_clock.hold(True)
+    bench.mesh.job_clock.set_paused(True)
     before = work(bench)
     await bench.clock.sleep(1000.0)
     assert work(bench).flight_s == before.flight_s
-    bench.mesh.job_clock.hold(False)
+    bench.mesh.job_clock.set_paused(False)
     await task
 
 
@@ -75,17 +83,17 @@ async def test_a_pause_counts_into_nothing(bench: ShardBench) -> None:
 async def test_the_gate_is_shut_while_it_holds_back_what_has_room(bench: ShardBench) -> None:
     job = bench.job
     admits = asyncio.create_task(job.admit_forever())
-    job.admitting = True
-    job.runner.freed.set()
+    job.admission_open = True
+    job.runner.slot_freed.set()
     await bench.clock.sleep(2.0)
     assert work(bench).shut_s == 0, "the gate lets through more than there is room for"
     await close(bench)
-    while job.runner.active:
+    while job.runner.active_trajectories:
         await bench.clock.sleep(0.01)
     shut_s = work(bench).shut_s
     await bench.clock.sleep(10.0)
     assert work(bench).shut_s == pytest.approx(shut_s + 10.0)
-    job.admitting = False
+    job.admission_open = False
     await bench.clock.sleep(1.0)
     shut_s = work(bench).shut_s
     await bench.clock.sleep(10.0)
@@ -96,24 +104,26 @@ async def test_the_gate_is_shut_while_it_holds_back_what_has_room(bench: ShardBe
 async def close(bench: ShardBench) -> None:
     """The staleness gate gives nothing from now on."""
     key = "{" + bench.job.job.id + "}:job"
-    await bench.state.command("HSET", key, "groups_per_step", "0")
+    await bench.state.run_command("HSET", key, "groups_per_step", "0")
 
 
 @story_on(on_shard, "tmp_path")
 async def test_lengths_of_training_trajectories_that_ended_well_are_kept(bench: ShardBench) -> None:
     await asyncio.gather(*[await bench.group() for _ in range(5)])
     await asyncio.gather(*[await bench.group() for _ in range(5)])
-    lengths = bench.job.runner.worked.lengths
-    assert lengths is not None and lengths.count == bench.job.runner.worked.trajectories == 30
+    lengths = bench.job.runner.work_counters.length_summary
+    assert (
+        lengths is not None and lengths.count == bench.job.runner.work_counters.trajectories == 30
+    )
     sampled = work(bench).sampled
     assert lengths.sampled[0] <= sampled / 30 <= lengths.sampled[-1] and lengths.prompt > 0
-    assert bench.job.stats().lengths == lengths.told()
+    assert bench.job.stats().lengths == lengths.encode()
     assert work(bench).prompted == pytest.approx(30 * lengths.prompt)
 
 
 async def told(bench: ShardBench) -> list[dict[str, Any]]:
-    await bench.job.runner.times.close()
-    return list(whole(bench.root / "trace" / "shard-0.jsonl"))
+    await bench.job.runner.tracer.close()
+    return list(iterate_rows(bench.root / "trace" / "shard-0.jsonl"))
 
 
 def states(row: dict[str, Any]) -> list[str]:
@@ -172,13 +182,13 @@ async def test_a_trajectory_that_is_cut_off_is_told_without_an_ending(bench: Sha
 
 @story_on(on_shard, "tmp_path")
 async def test_a_group_that_is_not_traced_costs_no_line(bench: ShardBench) -> None:
-    bench.job.runner.times._traces.share = 0.5  # every other group
+    bench.job.runner.tracer._traces.traced_fraction = 0.5  # every other group
     await (await bench.group())
     await (await bench.group())
     assert {row["group"] % 2 for row in await told(bench)} == {1}
     t = Trajectory(0, 0, 0, 0, 0)
-    with bench.job.runner.times.of(t):
-        assert not hasattr(t.watch, "parts")
+    with bench.job.runner.tracer.trace(t):
+        assert not hasattr(t.stopwatch, "list_parts")
 
 
 def kept(root: Path) -> list[dict[str, Any]]:
@@ -188,12 +198,14 @@ def kept(root: Path) -> list[dict[str, Any]]:
 
 def ended(n: int, reward: float | None, length: int = 3, version: int = 0) -> Trajectory:
     t = Trajectory(n, 0, n, version, 0)
-    t.begin([1, 2])
+    t.set_prompt([1, 2])
     ids = np.full(length, 5, np.int32)
-    t.sampled(ids, np.zeros(length, np.float32), np.full(length, version, np.int32))
-    t.ending = Ending("done", reward)
+    t.append_sampled(ids, np.zeros(length, np.float32), np.full(length, version, np.int32))
+    t.outcome = TrajectoryOutcome("done", reward)
     if reward is None:
-        t.ending = Ending("failed", None, "reward: raised: ValueError: no", "reward raised")
+        t.outcome = TrajectoryOutcome(
+            "failed", None, "reward: raised: ValueError: no", "reward raised"
+        )
     return t
 
 
@@ -233,14 +245,14 @@ async def test_of_a_step_the_best_the_worst_the_longest_and_the_first_failures_a
 ) -> None:
     keep = bench.job.samples
     for n, reward in enumerate([0.5, 0.5, 0.2, 0.9, 0.4, *[None] * 9]):
-        keep.ended(ended(n, reward), {"n": n}, 0)
-    keep.ended(ended(20, 0.5, length=30), {"n": 20}, 0)
+        keep.write_training_sample(ended(n, reward), {"n": n}, 0)
+    keep.write_training_sample(ended(20, 0.5, length=30), {"n": 20}, 0)
     by = {why: [s["reward"] for s in kept(tmp_path) if why in s["why"]] for why in WHYS}
     assert by["best"] == [0.5, 0.9] and by["worst"] == [0.5, 0.2]
-    assert len(by["failed"]) == FAILED and by["longest"] == [0.5, 0.5]
+    assert len(by["failed"]) == MAX_FAILED_SAMPLES and by["longest"] == [0.5, 0.5]
     for n in range(1000):
-        keep.ended(ended(100 + n, float(n)), {}, 1)
-    assert len([s for s in kept(tmp_path) if s["step"] == 2]) == MOST
+        keep.write_training_sample(ended(100 + n, float(n)), {}, 1)
+    assert len([s for s in kept(tmp_path) if s["step"] == 2]) == MAX_SAMPLES
 
 
 WHYS = ("best", "worst", "failed", "longest")
@@ -250,15 +262,15 @@ WHYS = ("best", "worst", "failed", "longest")
 async def test_the_file_starts_again_past_its_bound_and_the_one_before_it_is_kept(
     bench: ShardBench, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run_lines, "FILE_BYTES", 4000)
+    monkeypatch.setattr(line_files, "MAX_FILE_BYTES", 4000)
     for n in range(40):
-        bench.job.samples.ended(ended(n, float(n)), {"n": n}, n)
+        bench.job.samples.write_training_sample(ended(n, float(n)), {"n": n}, n)
     assert (tmp_path / "samples.jsonl").stat().st_size <= 4000
     assert (tmp_path / "samples.older.jsonl").stat().st_size <= 4000
 
 
 def test_long_texts_and_lists_are_cut_in_the_middle() -> None:
-    text = bounded({"a": ["x" * TEXT + "y" * TEXT]})["a"][0]
-    assert len(text) < TEXT + 60 and text.startswith("xx") and text.endswith("yy")
-    assert f"[... {TEXT} characters ...]" in text
-    assert bounded(list(range(1000)))[TURNS // 2 - 1 : TURNS // 2 + 1] == [29, 970]
+    text = truncate({"a": ["x" * MAX_TEXT_CHARS + "y" * MAX_TEXT_CHARS]})["a"][0]
+    assert len(text) < MAX_TEXT_CHARS + 60 and text.startswith("xx") and text.endswith("yy")
+    assert f"[... {MAX_TEXT_CHARS} characters ...]" in text
+    assert truncate(list(range(1000)))[MAX_TURNS // 2 - 1 : MAX_TURNS // 2 + 1] == [29, 970]

@@ -126,7 +126,7 @@ def test_tests_of_changed_folders_are_named() -> None:
     sandbox = "tests/unit/sandbox/", "tests/mesh/faults/test_jailed_code"
     assert affected_tests(["services/sandbox/actor.py", "README.md"], 7) == sandbox
     assert affected_tests(["services/rollout/shard.py"], 7) == ()
-    both = ["services/sandbox/actor.py", "services/trainer/running.py"]
+    both = ["services/sandbox/actor.py", "services/trainer/role_process.py"]
     turns = {affected_tests(both, rotation) for rotation in (7, 8)}
     assert turns == {sandbox, ("tests/unit/trainer/", "tests/mesh/training/")}
 

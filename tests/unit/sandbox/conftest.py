@@ -14,6 +14,6 @@ from tests.unit.sandbox.launching import launching
 
 @pytest.fixture
 async def launcher(tmp_path: Path) -> AsyncIterator[JailLauncher]:
-    async with launching(tmp_path / "jails.log", homes=cgroups.find()) as made:
+    async with launching(tmp_path / "jails.log", homes=cgroups.find_parents()) as made:
         await made.start()
         yield made

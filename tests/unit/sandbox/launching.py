@@ -18,7 +18,7 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
-from meshrl.services.sandbox.isolation.resources.cgroups import Homes
+from meshrl.services.sandbox.isolation.resources.cgroups import CgroupParents
 from tests.load import scaled
 
 
@@ -28,10 +28,10 @@ async def launching(
     *,
     tier: str = "bwrap",
     interpreter: Interpreter | None = None,
-    homes: Homes | None = None,
+    homes: CgroupParents | None = None,
 ) -> AsyncIterator[JailLauncher]:
     """One that is stopped in the end."""
-    own = interpreter or Interpreter.own()
+    own = interpreter or Interpreter.default()
     made = JailLauncher(SystemHost(), SystemClock(), tier, own, homes, log)
     try:
         yield made
@@ -89,7 +89,7 @@ LEFT_OUT = ("site-packages", "test", "idlelib", "__pycache__", "config-*", "ensu
 
 def image(root: Path) -> str:
     """Fills `root`; returns the interpreter's path inside. A module `only_here` is installed."""
-    python = os.path.realpath(Interpreter.own().python)
+    python = os.path.realpath(Interpreter.default().python)
     library = Path(sysconfig.get_path("stdlib"))
     _put(root, python)
     for extension in (library / "lib-dynload").glob("*.so"):

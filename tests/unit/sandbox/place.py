@@ -12,15 +12,15 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.host.settings import SETTINGS_ENV
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.mesh.runtime.ref import Ref
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.embedded import command
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import prepare_server
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET, entered
 
@@ -33,8 +33,8 @@ class Place:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.host, self.clock = directory, SystemHost(), SystemClock()
-        self.children: list[Child] = []
-        server = command(directory / "r")
+        self.children: list[ChildProcess] = []
+        server = prepare_server(directory / "r")
         self.redis = self.host.spawn(server.argv, name="redis", log=directory / "redis.log")
         self.settings = MeshSettings(server.url, str(directory), host="here", secret=SECRET)
         self.settings.to_file(directory / "settings.json")
@@ -46,7 +46,7 @@ class Place:
 
     def spawned(
         self, name: str, path: str = os.environ["PATH"], options: Sequence[str] = ()
-    ) -> Child:
+    ) -> ChildProcess:
         settings = str(self.directory / "settings.json")
         env = {SETTINGS_ENV: settings, "PYTHONPATH": str(ROOT), "PATH": path}
         log = self.directory / "sandbox.log"
@@ -59,10 +59,10 @@ class Place:
         self.children.append(child)
         return child
 
-    async def open(self) -> Ref:
+    async def open(self) -> ActorRef:
         while True:
             try:
-                state = await State.open(self.settings.redis_url, connect_s=1)
+                state = await StateClient.open(self.settings.redis_url, connect_timeout_s=1)
                 break
             except StateUnavailable:
                 await self.clock.sleep(0.02)
@@ -70,15 +70,15 @@ class Place:
         self.caller = Mesh(
             "test",
             "test",
-            Seams(
+            MeshDependencies(
                 state=state,
                 transport=ZmqTransport(self.settings.bind, "", keys=doorway.keys),
                 clock=self.clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=self.host,
             ),
-            terms=Terms(**PATIENT),
-            access=Access(doorway=doorway),
+            terms=LeaseTerms(**PATIENT),
+            access=AccessRules(credentials=doorway),
         )
         return self.caller.ref("sandbox/j/0")
 

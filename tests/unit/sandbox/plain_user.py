@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from meshrl.services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.confinement import syscalls
 from tests.runner import WORKER_ENV
 
 FIRST_USER, WORKERS, RUNS = 62_000, 16, 100  # a user for each worker of each of several runs
@@ -35,22 +35,22 @@ def user() -> int:
 def main() -> None:
     needed = {Path(place).resolve() for place in (sys.base_prefix, sys.prefix, ROOT)}
     os.umask(0o022)  # the user must be able to enter what is made here
-    kernel.unshare(kernel.CLONE_NEWNS)
-    kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
     hidden: dict[Path, list[Path]] = {}
     for place in needed:
         if (bar := barred(place)) is not None:
             hidden.setdefault(bar, []).append(place)
-    kernel.mount("tmpfs", "/mnt", "tmpfs", 0, "size=64k,mode=755")
+    syscalls.mount("tmpfs", "/mnt", "tmpfs", 0, "size=64k,mode=755")
     for number, (bar, places) in enumerate(hidden.items()):
         kept = Path(f"/mnt/{number}")
         kept.mkdir()
-        kernel.mount(str(bar), str(kept), "", kernel.MS_BIND | kernel.MS_REC)
-        kernel.mount("tmpfs", str(bar), "tmpfs", 0, "size=64k,mode=755")
+        syscalls.mount(str(bar), str(kept), "", syscalls.MS_BIND | syscalls.MS_REC)
+        syscalls.mount("tmpfs", str(bar), "tmpfs", 0, "size=64k,mode=755")
         for place in places:
             place.mkdir(parents=True, exist_ok=True)
             inside = kept / place.relative_to(bar)
-            kernel.mount(str(inside), str(place), "", kernel.MS_BIND | kernel.MS_REC)
+            syscalls.mount(str(inside), str(place), "", syscalls.MS_BIND | syscalls.MS_REC)
     command = sys.argv[1:]
     if command[0] == "--still-root":
         os.execv(command[1], command[1:])

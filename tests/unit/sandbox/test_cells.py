@@ -29,7 +29,7 @@ LIMITS = JailLimits(wall_s=20.0, cpu_s=1.0, memory_bytes=128 * MIB, output_bytes
 
 @pytest.fixture
 async def sessions(launcher: JailLauncher) -> AsyncIterator[Sessions]:
-    made = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    made = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ async def test_a_cell_that_takes_too_long_ends_its_session_and_says_so(sessions:
 
 async def test_time_between_cells_does_not_count(launcher: JailLauncher) -> None:
     limits = replace(LIMITS, wall_s=2.0, cpu_s=1.0)
-    sessions = Sessions(launcher, SystemClock(), limits, most=3, idle_s=600.0)
+    sessions = Sessions(launcher, SystemClock(), limits, max_sessions=3, idle_timeout_s=600.0)
     await sessions.run("a", "x = 1")
     await asyncio.sleep(2.3)
     assert (await sessions.run("a", "x")).stdout == b"1\n"
@@ -79,7 +79,7 @@ async def test_time_between_cells_does_not_count(launcher: JailLauncher) -> None
 @pytest.mark.rotating(3)
 async def test_limits_are_of_each_cell(launcher: JailLauncher) -> None:
     limits = replace(LIMITS, cpu_s=0.4)
-    sessions = Sessions(launcher, SystemClock(), limits, most=3, idle_s=600.0)
+    sessions = Sessions(launcher, SystemClock(), limits, max_sessions=3, idle_timeout_s=600.0)
     spun = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
     for _ in range(6):  # together far over the limit of one
         ran = await sessions.run("a", "print('x' * 3000)")
@@ -110,10 +110,10 @@ async def test_the_session_unused_for_longest_makes_room_and_is_told(sessions: S
 
 
 async def test_an_idle_session_is_ended_and_its_next_call_told(launcher: JailLauncher) -> None:
-    sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=0.2)
+    sessions = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=0.2)
     await sessions.run("a", "x = 1")
     await asyncio.sleep(0.3)
-    sessions.sweep()
+    sessions.evict_idle()
     assert sessions.size == 0
     assert (await sessions.run("a", "x")).status == "evicted"
     sessions.close()
@@ -123,13 +123,13 @@ async def test_a_session_of_a_paused_job_is_not_idle(launcher: JailLauncher) -> 
     clock = JobClock(SystemClock())
     sessions = Sessions(launcher, SystemClock(), LIMITS, 3, 1.0, clock)
     await sessions.run("a", "x = 1")
-    clock.hold(True)
+    clock.set_paused(True)
     await asyncio.sleep(1.2)
-    sessions.sweep()
-    clock.hold(False)
+    sessions.evict_idle()
+    clock.set_paused(False)
     assert (await sessions.run("a", "x")).stdout == b"1\n"
     await asyncio.sleep(1.2)
-    sessions.sweep()
+    sessions.evict_idle()
     assert sessions.size == 0
     sessions.close()
 
@@ -149,7 +149,7 @@ async def test_an_end_of_a_cell_by_the_model_harms_nobody(sessions: Sessions, ex
     source += "fd = max(map(int, os.listdir('/proc/self/fd')[:-1]))\n"
     source += "os.write(fd, len(frame).to_bytes(4, 'little') + frame)"
     ran = await sessions.run("a", source)
-    assert ran.status in ("ok", "crashed") and ran.exit in (0, 1, -9)
+    assert ran.status in ("ok", "crashed") and ran.exit_code in (0, 1, -9)
     assert (await sessions.run("b", "1 + 1")).stdout == b"2\n"
 
 
@@ -200,7 +200,7 @@ async def test_sessions_run_beside_each_other(sessions: Sessions) -> None:
 @pytest.fixture
 async def cold(tmp_path: Path) -> AsyncIterator[JailLauncher]:
     """A launcher whose zygote has yet to start: its first jail takes a while."""
-    async with launching(tmp_path / "cold.log", homes=cgroups.find()) as made:
+    async with launching(tmp_path / "cold.log", homes=cgroups.find_parents()) as made:
         yield made
 
 
@@ -218,39 +218,39 @@ def processes(launcher: JailLauncher) -> int:
 
 
 async def test_first_calls_share_one_jail(cold: JailLauncher, launcher: JailLauncher) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
     cells = [sessions.run("a", f"x{i} = {i}") for i in range(3)]
     assert [ran.status for ran in await asyncio.gather(*cells)] == ["ok"] * 3
     assert (await sessions.run("a", "x0, x1, x2")).stdout == b"(0, 1, 2)\n"
-    assert cold.started == 1
+    assert cold.started_count == 1
     sessions.close()
     assert await jails_left(cold, launcher) == 0
 
 
 async def test_sessions_that_begin_at_once_take_no_more_than_all_places(cold: JailLauncher) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, most=2, idle_s=600.0)
+    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=2, idle_timeout_s=600.0)
     found = await asyncio.gather(*(sessions.run(name, "1") for name in "abcd"))
     assert [ran.status for ran in found] == ["ok", "ok", "refused", "refused"]
-    assert sessions.size == cold.started == 2
+    assert sessions.size == cold.started_count == 2
     sessions.close()
 
 
 async def test_a_first_call_that_is_cancelled_leaves_the_start_to_those_that_wait(
     cold: JailLauncher, launcher: JailLauncher
 ) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     first = asyncio.create_task(sessions.run("a", "x = 1"))
     second = asyncio.create_task(sessions.run("a", "'x' in globals()"))
     await asyncio.sleep(0.01)
     first.cancel()
     assert (await second).stdout == b"False\n"
-    assert first.cancelled() and sessions.size == cold.started == 1
+    assert first.cancelled() and sessions.size == cold.started_count == 1
     sessions.close()
     assert await jails_left(cold, launcher) == 0
 
 
 async def test_a_failed_start_leaves_no_place_taken(cold: JailLauncher, tmp_path: Path) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     only = asyncio.create_task(sessions.run("a", "1"))
     await asyncio.sleep(0.01)
     assert sessions.size == 1
@@ -262,7 +262,7 @@ async def test_a_failed_start_leaves_no_place_taken(cold: JailLauncher, tmp_path
 
     nothing = Interpreter("/nonexistent", True, ())
     failing = JailLauncher(SystemHost(), SystemClock(), "bwrap", nothing, None, tmp_path / "f.log")
-    sessions = Sessions(failing, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    sessions = Sessions(failing, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     found = await asyncio.gather(
         *(sessions.run("a", "1") for _ in range(2)), return_exceptions=True
     )
@@ -274,7 +274,7 @@ async def test_a_failed_start_leaves_no_place_taken(cold: JailLauncher, tmp_path
 async def test_a_session_that_is_ended_while_it_starts_leaves_no_jail(
     cold: JailLauncher, launcher: JailLauncher
 ) -> None:
-    sessions = Sessions(cold, SystemClock(), LIMITS, most=1, idle_s=600.0)
+    sessions = Sessions(cold, SystemClock(), LIMITS, max_sessions=1, idle_timeout_s=600.0)
     starting = asyncio.create_task(sessions.run("a", "1"))
     waiting = asyncio.create_task(sessions.run("a", "2"))
     await asyncio.sleep(0.01)

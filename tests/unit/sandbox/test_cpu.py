@@ -16,8 +16,8 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import Ran
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.jail import ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.jail.confinement import landlock
@@ -42,11 +42,11 @@ TIERS = ("cgroup", "bwrap", "landlock")
 @pytest.fixture(params=TIERS)
 async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JailLauncher]:
     """A launcher of each tier that this host has."""
-    homes = cgroups.find() if request.param == "cgroup" else None
+    homes = cgroups.find_parents() if request.param == "cgroup" else None
     if request.param == "cgroup" and homes is None:
         pytest.skip("no control groups")
     if request.param == "landlock":
-        if landlock.abi() < landlock.TIER:
+        if landlock.read_abi() < landlock.TIER_MIN_ABI:
             pytest.skip("no Landlock")
         if os.getuid() == 0:
             pytest.skip("run as a plain user by the last test of this file")
@@ -58,7 +58,7 @@ async def tiered(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 @pytest.fixture
 async def sessions(tiered: JailLauncher) -> AsyncIterator[Sessions]:
-    made = Sessions(tiered, SystemClock(), LIMITS, most=3, idle_s=600.0)
+    made = Sessions(tiered, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
     yield made
     made.close()
 
@@ -182,8 +182,8 @@ while True:
 """
 
 
-async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
-    return await launcher.run(Program(source), limits)
+async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> ProgramResult:
+    return await launcher.run(JailProgram(source), limits)
 
 
 @pytest.mark.rotating(3)
@@ -207,7 +207,7 @@ def test_what_a_virtual_machine_was_robbed_of_is_a_core_s_mean() -> None:
     """
     ticks = os.sysconf("SC_CLK_TCK")
     line = b"cpu  1 2 3 4 5 6 7 %d 0 0\n" % (64 * ticks)
-    assert watch.stolen_of(line, 64) == pytest.approx(1.0)
+    assert watch.parse_steal_s(line, 64) == pytest.approx(1.0)
 
 
 async def test_what_a_program_and_its_children_used_is_reported(launcher: JailLauncher) -> None:
@@ -294,7 +294,7 @@ threading.Thread(target=spin, daemon=True).start()
 
 async def test_a_session_that_lets_a_timer_continue_it_is_ended(tmp_path: Path) -> None:
     async with launching(tmp_path / "log") as launcher:
-        sessions = Sessions(launcher, SystemClock(), LIMITS, most=3, idle_s=600.0)
+        sessions = Sessions(launcher, SystemClock(), LIMITS, max_sessions=3, idle_timeout_s=600.0)
         try:
             assert (await sessions.run("a", CONTINUES_ITSELF)).status == "ok"
             async with asyncio.timeout(scaled(SOON_S)):

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("bwrap")]
 
 @functools.cache
 def best() -> str:
-    return "cgroup" if cgroups.find() is not None else "bwrap"
+    return "cgroup" if cgroups.find_parents() is not None else "bwrap"
 
 
 @pytest.fixture

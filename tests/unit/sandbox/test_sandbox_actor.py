@@ -30,20 +30,20 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotFound, PeerLost, Refused, ToolFailed
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.bundle.loading import digest_of
+from meshrl.common.job.bundle.sandbox_request import compute_request_digest
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.state import events, registry
 from meshrl.common.state.events import Event
-from meshrl.services.rollout.rewards.sandboxes import SandboxClient
-from meshrl.services.sandbox.actor import SandboxActor, ServedSandbox
-from meshrl.services.sandbox.outcomes import TELL_S, Ends, ToldEnds
+from meshrl.services.rollout.rewards.sandbox_client import SandboxClient
+from meshrl.services.sandbox.actor import SandboxActor, SandboxIdentity
+from meshrl.services.sandbox.outcomes import REPORT_INTERVAL_S, ExitReporter, RedisExitReporter
 from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from meshrl.services.sandbox.workers.pool import WorkerPool
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.view.history.belonging import Belonging
-from meshrl.view.history.news import unforeseen
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.view.history.event_text import is_unexpected_exit
+from meshrl.view.history.job_events import JobEventFilter
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
@@ -70,11 +70,11 @@ def tools(*inputs: str) -> RunTools:
 async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Place) -> None:
     sandbox = await place.open()
     with pytest.raises(NotFound, match="job j is not loaded"):
-        await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=scaled(20))
+        await sandbox.call(Sandbox.run_tools, tools("1+1"), deadline_s=scaled(20))
     for _ in range(2):
-        loaded = await sandbox.call(Sandbox.load, place.job())
-        assert (loaded.job, loaded.workers, loaded.tier) == ("j", 2, "")
-    ran = await sandbox.call(Sandbox.run, tools("1+1", "1/0", "2*3"))
+        loaded = await sandbox.call(Sandbox.load_job, place.job())
+        assert (loaded.job, loaded.workers, loaded.isolation_tier) == ("j", 2, "")
+    ran = await sandbox.call(Sandbox.run_tools, tools("1+1", "1/0", "2*3"))
     assert [(o.id, o.status, o.value) for o in ran.outcomes] == [
         (7, "ok", "2"),
         (8, "raised", None),
@@ -83,40 +83,40 @@ async def test_a_job_is_loaded_once_and_its_batches_answered_in_order(place: Pla
     assert ran.outcomes[1].error == "ZeroDivisionError: division by zero (calc.py:2 in tool())"
     turns = [{"role": "model"}, {"role": "tool"}]
     scored = await sandbox.call(
-        Sandbox.score, RewardBatch([RewardCall(1, "j", {}, turns, scaled(5.0))])
+        Sandbox.score_trajectories, RewardBatch([RewardCall(1, "j", {}, turns, scaled(5.0))])
     )
     assert [(o.status, o.value) for o in scored.outcomes] == [("ok", 2.0)]
 
 
 async def test_code_that_does_not_import_is_named_and_the_loaded_job_stays(place: Place) -> None:
     sandbox = await place.open()
-    await sandbox.call(Sandbox.load, place.job())
+    await sandbox.call(Sandbox.load_job, place.job())
     with pytest.raises(ToolFailed, match="No module named 'nowhere'"):
-        await sandbox.call(Sandbox.load, place.job("nowhere:f"))
-    assert (await sandbox.call(Sandbox.run, tools("2+2"))).outcomes[0].value == "4"
+        await sandbox.call(Sandbox.load_job, place.job("nowhere:f"))
+    assert (await sandbox.call(Sandbox.run_tools, tools("2+2"))).outcomes[0].value == "4"
 
 
 async def test_a_killed_sandbox_leaves_no_worker_and_its_successor_asks_for_the_job(
     place: Place,
 ) -> None:
     sandbox = await place.open()
-    await sandbox.call(Sandbox.load, place.job())
+    await sandbox.call(Sandbox.load_job, place.job())
     asked = tools("__import__('os').getpid()")
-    worker = int((await sandbox.call(Sandbox.run, asked)).outcomes[0].value)
+    worker = int((await sandbox.call(Sandbox.run_tools, asked)).outcomes[0].value)
     os.kill(place.sandbox.pid, 9)
     await place.sandbox.wait(scaled(5))
     async with asyncio.timeout(scaled(5)):
-        while start_time(worker):
+        while read_start_time(worker):
             await asyncio.sleep(0.02)
     await place.evict("sandbox/j/0")
     place.start()
     with pytest.raises(NotFound, match=r"Sandbox\.load"):
         while True:
             with suppress(PeerLost):  # a call may still be on its way to the one that is gone
-                await sandbox.call(Sandbox.run, tools("1+1"), deadline_s=scaled(30))
+                await sandbox.call(Sandbox.run_tools, tools("1+1"), deadline_s=scaled(30))
                 break
-    await sandbox.call(Sandbox.load, place.job())
-    assert (await sandbox.call(Sandbox.run, tools("1+1"))).outcomes[0].value == "2"
+    await sandbox.call(Sandbox.load_job, place.job())
+    assert (await sandbox.call(Sandbox.run_tools, tools("1+1"))).outcomes[0].value == "2"
 
 
 JAILED = {"python": "python", "notebook": "python_session", "sh": "shell", "sum": "calculator"}
@@ -133,8 +133,8 @@ def jailed(place: Place, **values: Any) -> LoadJob:
 async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -> None:
     sandbox = await place.open()
     standin = {"runner": [STANDIN], "python": "/usr/bin/python3", "tier": "runner"}
-    loaded = await sandbox.call(Sandbox.load, jailed(place, **standin))
-    assert loaded.tier == "a container for each call (standin)"
+    loaded = await sandbox.call(Sandbox.load_job, jailed(place, **standin))
+    assert loaded.isolation_tier == "a container for each call (standin)"
     calls = [
         ToolCall(
             0, "j", "python", "import socket\nprint(socket.gethostname(), 6 * 7)", scaled(5.0)
@@ -142,12 +142,12 @@ async def test_a_job_with_a_runner_has_a_container_for_each_call(place: Place) -
         ToolCall(1, "j", "notebook", "x = 6", scaled(5.0), "t"),
         ToolCall(2, "j", "notebook", "x * 7", scaled(5.0), "t"),
     ]
-    answers = [(await sandbox.call(Sandbox.run, RunTools([c]))).outcomes[0] for c in calls]
+    answers = [(await sandbox.call(Sandbox.run_tools, RunTools([c]))).outcomes[0] for c in calls]
     assert [answer.status for answer in answers] == ["ok", "ok", "ok"]
     assert "42" in answers[0].value["output"] and answers[2].value["output"] == "42\n"
     broken = jailed(place, **{**standin, "runner": ["false"]})
     with pytest.raises(Refused) as caught:
-        await sandbox.call(Sandbox.load, broken)
+        await sandbox.call(Sandbox.load_job, broken)
     assert "takes a container for each call; this host has none" in str(caught.value)
     assert "false: the container ended at its start" in str(caught.value)
 
@@ -167,12 +167,12 @@ async def published(place: Place, rests: bool) -> None:
 async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place) -> None:
     sandbox = await place.open()
     wall_s = min(9.0, round(scaled(1.0), 1))  # below the limit of CPU time
-    loaded = await sandbox.call(Sandbox.load, jailed(place, output_bytes=2000, wall_s=wall_s))
-    assert loaded.tier.startswith("bwrap + seccomp")
-    lost = ToolCall(0, "j", "notebook", "x", scaled(5.0), "gone", begun=True)
-    told = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
+    loaded = await sandbox.call(Sandbox.load_job, jailed(place, output_bytes=2000, wall_s=wall_s))
+    assert loaded.isolation_tier.startswith("bwrap + seccomp")
+    lost = ToolCall(0, "j", "notebook", "x", scaled(5.0), "gone", has_session_state=True)
+    told = (await sandbox.call(Sandbox.run_tools, RunTools([lost]))).outcomes[0]
     assert told.status == "crashed" and "its process was lost" in told.value["output"]
-    anew = (await sandbox.call(Sandbox.run, RunTools([lost]))).outcomes[0]
+    anew = (await sandbox.call(Sandbox.run_tools, RunTools([lost]))).outcomes[0]
     assert anew.status == "ok" and "NameError" in anew.value["output"]
     calls = [
         ToolCall(0, "j", "python", "print(6 * 7)", scaled(5.0)),
@@ -183,7 +183,7 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
         ToolCall(5, "j", "python", 17, scaled(5.0)),
         ToolCall(6, "j", "python", "1 / 0", scaled(5.0)),
     ]
-    found = (await sandbox.call(Sandbox.run, RunTools(calls), deadline_s=scaled(60))).outcomes
+    found = (await sandbox.call(Sandbox.run_tools, RunTools(calls), deadline_s=scaled(60))).outcomes
     assert [outcome.status for outcome in found] == [*["ok"] * 4, "timeout", "refused", "ok"]
     assert found[0].value == {"status": "ok", "output": "42\n"}
     assert found[1].value == {"status": "ok", "output": "hi\n", "exit": 3}
@@ -195,14 +195,16 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
     assert "takes code as a text" in found[5].value["output"]
     assert found[6].value["exit"] == 1 and "ZeroDivisionError" in found[6].value["output"]
     kept = ToolCall(0, "j", "notebook", "x", scaled(5.0), "one")
-    assert (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value["output"] == "8\n"
+    assert (await sandbox.call(Sandbox.run_tools, RunTools([kept]))).outcomes[0].value[
+        "output"
+    ] == "8\n"
     await published(place, False)
     ended = EndSessions("j", ["one", "gone"])
     await sandbox.cast(Sandbox.end_sessions, ended)
     await published(place, True)
     async with asyncio.timeout(scaled(20)):
         while True:
-            again = (await sandbox.call(Sandbox.run, RunTools([kept]))).outcomes[0].value
+            again = (await sandbox.call(Sandbox.run_tools, RunTools([kept]))).outcomes[0].value
             if "NameError" in again["output"]:
                 break
             await asyncio.sleep(0.05)
@@ -212,7 +214,7 @@ async def test_what_the_model_wrote_runs_in_jails_and_is_told_to_it(place: Place
 @pytest.mark.needs("bwrap")
 async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
     sandbox = await place.open()
-    await sandbox.call(Sandbox.load, jailed(place))
+    await sandbox.call(Sandbox.load_job, jailed(place))
     right = "def f(x):\n    return x + 1"
     row = {"answer": right, "tests": CASES}
     calls = [
@@ -221,7 +223,9 @@ async def test_a_reward_is_the_weighted_sum_of_its_parts(place: Place) -> None:
         RewardCall(2, "j", row, [{"role": "model", "text": "def f(x): return 3"}], scaled(5.0)),
         RewardCall(3, "j", {"tests": CASES}, [{"role": "model", "text": "x"}], scaled(5.0)),
     ]
-    found = (await sandbox.call(Sandbox.score, RewardBatch(calls), deadline_s=scaled(60))).outcomes
+    found = (
+        await sandbox.call(Sandbox.score_trajectories, RewardBatch(calls), deadline_s=scaled(60))
+    ).outcomes
     assert [o.status for o in found] == ["ok", "ok", "ok", "raised"]
     # "$" is stripped by `exact` alone: to `code_tests` it is a syntax error.
     assert [o.value for o in found[:3]] == [1.0, 1.5, 0.125]
@@ -234,9 +238,9 @@ async def test_a_host_that_contains_too_little_refuses_the_job_with_the_fix(plac
         place.spawned("sandbox/j/1", path=empty)  # no bwrap there
         other = place.caller.ref("sandbox/j/1")
         with pytest.raises(Refused, match=r"takes bwrap \+ seccomp.*this host has .*bubblewrap"):
-            await other.call(Sandbox.load, jailed(place), deadline_s=scaled(60))
+            await other.call(Sandbox.load_job, jailed(place), deadline_s=scaled(60))
         trusted = LoadJob("j", str(place.directory), {"calculate": "calc:tool"})
-        assert (await other.call(Sandbox.load, trusted)).tier == ""
+        assert (await other.call(Sandbox.load_job, trusted)).isolation_tier == ""
 
 
 MODULE = """
@@ -292,7 +296,9 @@ def data(place: Place, job: str = "j", **environment: Any) -> JobData:
 
 async def alive(place: Place, *names: str) -> None:
     async with asyncio.timeout(scaled(60)):
-        while {e.name for e in await registry.entries(place.caller.state) if e.alive} < set(names):
+        while {e.name for e in await registry.list_entries(place.caller.state) if e.alive} < set(
+            names
+        ):
             await asyncio.sleep(0.05)
 
 
@@ -302,10 +308,10 @@ async def test_calls_are_spread_over_sandboxes_and_move_from_a_dead_one(place: P
     second = place.spawned("sandbox/j/1")
     await alive(place, "sandbox/j/0", "sandbox/j/1")
     client = SandboxClient(place.caller, data(place))
-    await client.load()
+    await client.load_job()
     calls = []
     for _ in range(4):  # each in a batch of its own, as they do not come together
-        calls.append(asyncio.create_task(client.tool("slow", str(place.directory))))
+        calls.append(asyncio.create_task(client.call_tool("slow", str(place.directory))))
         await asyncio.sleep(0.1)
     await begun(place, place.sandbox.pid)
     await begun(place, second.pid)
@@ -315,8 +321,8 @@ async def test_calls_are_spread_over_sandboxes_and_move_from_a_dead_one(place: P
     (place.directory / "go").touch()
     pids = await asyncio.gather(*calls)
     assert set(pids) == {place.sandbox.pid}
-    assert await client.tool("calculate", "6*7") == "42"
-    assert await client.reward({}, [{}, {}]) == 2.0
+    assert await client.call_tool("calculate", "6*7") == "42"
+    assert await client.compute_reward({}, [{}, {}]) == 2.0
     await client.close()
 
 
@@ -326,15 +332,15 @@ async def test_a_job_that_eats_its_sandbox_does_not_delay_another(place: Place) 
     place.spawned("sandbox/k/0")
     await alive(place, "sandbox/j/0", "sandbox/k/0")
     with pytest.raises(Refused, match="it serves job j, and not k"):
-        await sandbox.call(Sandbox.load, LoadJob("k", str(place.directory), {}))
+        await sandbox.call(Sandbox.load_job, LoadJob("k", str(place.directory), {}))
     eats, other = (SandboxClient(place.caller, data(place, job)) for job in "jk")
-    await eats.load()
-    await other.load()
-    hanging = [asyncio.create_task(eats.tool("slow", str(place.directory))) for _ in range(40)]
+    await eats.load_job()
+    await other.load_job()
+    hanging = [asyncio.create_task(eats.call_tool("slow", str(place.directory))) for _ in range(40)]
     await begun(place, place.sandbox.pid)
     async with asyncio.timeout(scaled(5)):
-        assert await other.tool("calculate", "6*7") == "42"
-        assert await other.reward({}, [{}]) == 1.0
+        assert await other.call_tool("calculate", "6*7") == "42"
+        assert await other.compute_reward({}, [{}]) == 1.0
     assert not any(task.done() for task in hanging)
     (place.directory / "go").touch()
     assert set(await asyncio.gather(*hanging)) == {place.sandbox.pid}
@@ -347,10 +353,10 @@ async def test_a_job_that_eats_its_sandbox_does_not_delay_another(place: Place) 
 async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> None:
     await place.open()
     client = SandboxClient(place.caller, data(place, once=["slow"]))
-    await client.load()
-    assert await client.tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
-    once = asyncio.create_task(client.tool("slow", str(place.directory)))
-    cell = asyncio.create_task(client.tool("notebook", SLEEPS, "t1"))
+    await client.load_job()
+    assert await client.call_tool("notebook", "x = 4\nx", "t1") == {"status": "ok", "output": "4\n"}
+    once = asyncio.create_task(client.call_tool("slow", str(place.directory)))
+    cell = asyncio.create_task(client.call_tool("notebook", SLEEPS, "t1"))
     await begun(place, place.sandbox.pid)
     await sleeping(place.sandbox.pid)
     place.sandbox.kill()
@@ -360,12 +366,12 @@ async def test_what_must_not_run_twice_comes_back_as_crashed(place: Place) -> No
     for answer in await asyncio.gather(once, cell):
         assert answer["status"] == "crashed" and "was lost" in answer["output"]
     told = [("notebook", "", answer)]
-    after = await client.tool("notebook", "'x' in globals()", "t1", told)
+    after = await client.call_tool("notebook", "'x' in globals()", "t1", told)
     assert after == {"status": "ok", "output": "False\n"}
     held = [("notebook", "x = 1", {"status": "ok", "output": ""})]
-    lost = await client.tool("notebook", "x", "t2", held)
+    lost = await client.call_tool("notebook", "x", "t2", held)
     assert lost["status"] == "crashed" and "its process was lost" in lost["output"]
-    client.ended("t1")
+    client.end_session("t1")
     await client.close()
 
 
@@ -389,49 +395,55 @@ async def test_a_shard_that_brings_other_code_than_the_document_has_is_refused(w
         SystemClock(),
         None,
         PoolLimits(),
-        ServedSandbox("sandbox/j/0", "j", digest_of(TOLD)),
+        SandboxIdentity("sandbox/j/0", "j", compute_request_digest(TOLD)),
     )
     with pytest.raises(Refused, match="what the job's document does not say"):
-        await actor.load(OTHERS[what])
-    assert (await actor.load(TOLD)).job == "j"
+        await actor.load_job(OTHERS[what])
+    assert (await actor.load_job(TOLD)).job == "j"
     with pytest.raises(Refused, match="what the job's document does not say"):
-        await actor.load(OTHERS[what])
+        await actor.load_job(OTHERS[what])
     await actor.stop()
 
 
 def test_a_request_that_has_travelled_has_the_same_digest() -> None:
     whole = replace(TOLD, rewards=[RewardPart("exact", 1, {"b": 1, "a": [0.5, None]})])
     other = replace(TOLD, rewards=[RewardPart("exact", 1.0, {"a": [0.5, None], "b": 1})])
-    assert digest_of(whole) == digest_of(other) != digest_of(TOLD)
+    assert (
+        compute_request_digest(whole)
+        == compute_request_digest(other)
+        != compute_request_digest(TOLD)
+    )
 
 
 def counted(found: list[Event]) -> list[tuple[str, int]]:
     """Name and number of the ends that a run counts."""
-    return [(e.fields["name"], e.fields["count"]) for e in found if unforeseen(e)]
+    return [(e.fields["name"], e.fields["count"]) for e in found if is_unexpected_exit(e)]
 
 
 @story_on(run_virtual, given=2)
 async def test_ends_of_a_name_are_one_event_in_seconds(clock: VirtualClock, random: Random) -> None:
     mesh = alone("sandbox/calc/0", clock, random, SimulatedHost(clock, random))
-    ends = ToldEnds(mesh.state, clock, "sandbox/calc/0", "calc")
-    ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+    ends = RedisExitReporter(mesh.state, clock, "sandbox/calc/0", "calc")
+    ends.record_exit("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
     await clock.sleep(0.1)
     for _ in range(40):
-        ends.saw("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
-    ends.saw("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
-    await clock.sleep(2 * TELL_S)
+        ends.record_exit("worker of calc", -11, "it ended by SIGSEGV", None, "calc")
+    ends.record_exit("zygote", -9, "it was killed: somebody has stopped it (pid 7)", None)
+    await clock.sleep(2 * REPORT_INTERVAL_S)
     told = await events.read_all(mesh.state)
     name = "worker of calc of sandbox/calc/0"
     assert counted(told) == [(name, 1), (name, 40), ("zygote of sandbox/calc/0", 1)]
     assert told[1].fields["times"] == 41 and told[1].fields["job"] == "calc"
-    assert all(Belonging("calc").takes(event) for event in told)
-    assert not any(Belonging("other").takes(event) for event in told)
+    assert all(JobEventFilter("calc").accept(event) for event in told)
+    assert not any(JobEventFilter("other").accept(event) for event in told)
     ends.stop()
 
 
 async def test_a_killed_worker_is_told_and_one_that_served_its_time_is_not(tmp_path: Path) -> None:
-    class Heard(Ends):
-        def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+    class Heard(ExitReporter):
+        def record_exit(
+            self, name: str, code: int, why: str, log: Path | None, job: str = ""
+        ) -> None:
             heard.append((name, code, why))
 
     heard: list[tuple[str, int, str]] = []
@@ -440,8 +452,8 @@ async def test_a_killed_worker_is_told_and_one_that_served_its_time_is_not(tmp_p
         SystemHost(),
         SystemClock(),
         PoolFunctions("calc", str(tmp_path), {"tool:pid": "tools:pid"}),
-        PoolLimits(warm=1, most=1, recycle=2),
-        ends=Heard(),
+        PoolLimits(warm_workers=1, max_workers=1, max_calls_per_worker=2),
+        exit_reporter=Heard(),
     )
     await pool.start()
     try:

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from meshrl.services.sandbox.jail import keeper
-from meshrl.services.sandbox.jail.metering.usage import Scanned
+from meshrl.services.sandbox.jail import init_process
+from meshrl.services.sandbox.jail.metering.usage import ScannedCpuTime
 
 
-class Forking(Scanned):
+class Forking(ScannedCpuTime):
     """Processes that each are told to stop in the midst of a fork: the next one appears only once
     its parent has stopped.
     """
@@ -23,7 +23,7 @@ class Forking(Scanned):
         self._looks = 0
         self.told: list[tuple[int, int]] = []
 
-    def standing(self) -> dict[int, bool]:
+    def list_stopped(self) -> dict[int, bool]:
         newest = max(self._there)
         if (newest, signal.SIGSTOP) not in self.told:
             return dict(self._there)
@@ -46,13 +46,13 @@ def test_a_child_of_who_stops_in_the_midst_of_a_fork_is_stopped_too(
 ) -> None:
     cpu = Forking(processes, slow)
     monkeypatch.setattr(os, "kill", cpu.tell)
-    keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
+    init_process._signal_all(signal.SIGSTOP, "landlock", cpu)
     assert cpu.told == [(pid, signal.SIGSTOP) for pid in range(1, processes + 1)]
 
 
 def test_who_cannot_stop_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Forking(1, 10**9)
     monkeypatch.setattr(os, "kill", cpu.tell)
-    monkeypatch.setattr(keeper, "STOPS_S", 0.02)
-    keeper._signal_all(signal.SIGSTOP, "landlock", cpu)
+    monkeypatch.setattr(init_process, "STOP_TIMEOUT_S", 0.02)
+    init_process._signal_all(signal.SIGSTOP, "landlock", cpu)
     assert cpu.told == [(1, signal.SIGSTOP)]

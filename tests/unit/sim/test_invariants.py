@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.base.digest import digest_of
-from meshrl.common.records.ledger import HEADER, Kind, frame
-from meshrl.sim.mesh.faults.invariants import MeshTerms, check
-from meshrl.sim.mesh.faults.witness import Facts, WitnessedGroup
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.records.ledger import HEADER, RecordKind, encode_record
+from meshrl.sim.mesh.faults.invariants import InvariantLimits, check_invariants
+from meshrl.sim.mesh.faults.state_observer import FinalState, ObservedGroup
 
-TERMS = MeshTerms(steps=2, max_staleness=2, keep_checkpoints=2)
+TERMS = InvariantLimits(steps=2, max_staleness=2, keep_checkpoints=2)
 CONTENT = b"weights"
-NAME = digest_of(CONTENT)
+NAME = compute_digest(CONTENT)
 
 
 def step(number: int, group: int, filtered: bool = False) -> tuple[str, dict[str, Any]]:
@@ -23,118 +23,118 @@ def step(number: int, group: int, filtered: bool = False) -> tuple[str, dict[str
     return "step", {"step": number, "lineage": 0, "groups": [row]}
 
 
-def well() -> Facts:
+def well() -> FinalState:
     """Four groups: two were trained, one went stale, one is ready."""
-    return Facts(
+    return FinalState(
         events=[
             ("opened", {"groups": [1, 2, 3, 4]}),
             step(1, 1),
             ("stale", {"groups": [{"group": 2}]}),
             step(2, 3),
         ],
-        job={"phase": "finished", "version": "2", "manifest": NAME},
-        rows={4: {"state": "ready"}},
-        indexes={"open": [], "ready": [4], "leased": []},
-        trained={(0, 1, 1): WitnessedGroup(0, -1), (0, 2, 3): WitnessedGroup(1, -1)},
+        job_row={"phase": "finished", "version": "2", "manifest": NAME},
+        group_rows={4: {"state": "ready"}},
+        groups_by_state={"open": [], "ready": [4], "leased": []},
+        trained_groups={(0, 1, 1): ObservedGroup(0, -1), (0, 2, 3): ObservedGroup(1, -1)},
         chunks={NAME: CONTENT},
-        ledgers={"a.ledger": HEADER + frame(Kind.CLOSE, [1, "ready"])},
+        ledgers={"a.ledger": HEADER + encode_record(RecordKind.CLOSE, [1, "ready"])},
         checkpoints=["step-1", "step-1.json"],
     )
 
 
-def told(change: Callable[[Facts], None]) -> list[str]:
+def told(change: Callable[[FinalState], None]) -> list[str]:
     facts = deepcopy(well())
     change(facts)
-    return check(facts, TERMS)
+    return check_invariants(facts, TERMS)
 
 
 def test_what_is_well_breaks_none() -> None:
     assert told(lambda facts: None) == []
 
 
-def twice(facts: Facts) -> None:
+def twice(facts: FinalState) -> None:
     facts.events.append(("dropped", {"group": 1}))
 
 
-def lost(facts: Facts) -> None:
+def lost(facts: FinalState) -> None:
     facts.events.append(("opened", {"groups": [5]}))
 
 
-def never_opened(facts: Facts) -> None:
+def never_opened(facts: FinalState) -> None:
     facts.events.append(("requeued", {"group": 9}))
 
 
-def ended_and_in_flight(facts: Facts) -> None:
-    facts.rows[1] = {"state": "ready"}
-    facts.indexes["ready"].append(1)
+def ended_and_in_flight(facts: FinalState) -> None:
+    facts.group_rows[1] = {"state": "ready"}
+    facts.groups_by_state["ready"].append(1)
 
 
-def step_missing(facts: Facts) -> None:
-    facts.job["version"] = "3"
+def step_missing(facts: FinalState) -> None:
+    facts.job_row["version"] = "3"
 
 
-def weights_missing(facts: Facts) -> None:
+def weights_missing(facts: FinalState) -> None:
     facts.chunks.clear()
 
 
-def stale(facts: Facts) -> None:
+def stale(facts: FinalState) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained[0, 5, 3] = WitnessedGroup(oldest=1, foreign_above=-1)
+    facts.trained_groups[0, 5, 3] = ObservedGroup(oldest_version=1, abandoned_above=-1)
 
 
-def foreign(facts: Facts) -> None:
+def foreign(facts: FinalState) -> None:
     facts.events[3] = step(5, 3)
-    facts.trained[0, 5, 3] = WitnessedGroup(oldest=4, foreign_above=1)
+    facts.trained_groups[0, 5, 3] = ObservedGroup(oldest_version=4, abandoned_above=1)
 
 
-def unseen(facts: Facts) -> None:
-    facts.trained.clear()
+def unseen(facts: FinalState) -> None:
+    facts.trained_groups.clear()
 
 
-def in_two_indexes(facts: Facts) -> None:
-    facts.indexes["open"].append(4)
+def in_two_indexes(facts: FinalState) -> None:
+    facts.groups_by_state["open"].append(4)
 
 
-def leased_for_ever(facts: Facts) -> None:
-    facts.rows[4]["state"] = "leased"
-    facts.indexes = {"open": [], "ready": [], "leased": [4]}
+def leased_for_ever(facts: FinalState) -> None:
+    facts.group_rows[4]["state"] = "leased"
+    facts.groups_by_state = {"open": [], "ready": [], "leased": [4]}
 
 
-def changed_chunk(facts: Facts) -> None:
+def changed_chunk(facts: FinalState) -> None:
     facts.chunks[NAME] = b"other"
 
 
-def many_checkpoints(facts: Facts) -> None:
+def many_checkpoints(facts: FinalState) -> None:
     facts.checkpoints = [f"step-{n}{end}" for n in range(4) for end in ("", ".json")]
 
 
-def torn_checkpoint(facts: Facts) -> None:
+def torn_checkpoint(facts: FinalState) -> None:
     facts.checkpoints = ["step-1.json"]
 
 
-def garbled_ledger(facts: Facts) -> None:
+def garbled_ledger(facts: FinalState) -> None:
     content = bytearray(facts.ledgers["a.ledger"])
     content[-1] ^= 1
     facts.ledgers["a.ledger"] = bytes(content)
 
 
-def lease_left(facts: Facts) -> None:
+def lease_left(facts: FinalState) -> None:
     facts.leases = ["trainer/simulated"]
 
 
-def process_left(facts: Facts) -> None:
-    facts.left = ["engine/g0(7) runs"]
+def process_left(facts: FinalState) -> None:
+    facts.leftovers = ["engine/g0(7) runs"]
 
 
-def defect(facts: Facts) -> None:
+def defect(facts: FinalState) -> None:
     facts.errors = ["weights(3): KeyError: 'x'"]
 
 
-def unfinished(facts: Facts) -> None:
-    facts.job["phase"] = "training"
+def unfinished(facts: FinalState) -> None:
+    facts.job_row["phase"] = "training"
 
 
-def late(facts: Facts) -> None:
+def late(facts: FinalState) -> None:
     facts.finished_late_s = 1.0
 
 
@@ -163,12 +163,12 @@ def late(facts: Facts) -> None:
         (late, "the_end: it was 1 s late"),
     ],
 )
-def test_a_violation_is_found(change: Callable[[Facts], None], invariant: str) -> None:
+def test_a_violation_is_found(change: Callable[[FinalState], None], invariant: str) -> None:
     assert any(line.startswith(invariant) for line in told(change))
 
 
 def test_steps_of_an_abandoned_lineage_count_for_nothing() -> None:
-    def reopened(facts: Facts) -> None:
+    def reopened(facts: FinalState) -> None:
         facts.events += [("lineage", {"version": 1}), step(2, 3)]
 
     assert told(reopened) == []

@@ -10,26 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.api.engine import Finish
-from meshrl.common.generation.builtin.schedule import PREFILL_TOKENS
-from meshrl.common.generation.loading import CHUNK
-from meshrl.common.hardware.zebra.costs import Costs
-from meshrl.common.hardware.zebra.schedule import attention_order
-from meshrl.common.hardware.zebra.timeline import makespan
-from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, TABLE, TOKEN_BYTES, main
-from meshrl.sim.prefixes.meeting import PrefixCurve, closed_form, events
-from meshrl.sim.zebra.figures import (
-    NEAR,
-    K,
+from meshrl.common.api.engine import FinishReason
+from meshrl.common.generation.builtin.scheduler import MAX_PREFILL_TOKENS
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
+from meshrl.common.hardware.zebra.costs import MicroBatchCosts
+from meshrl.common.hardware.zebra.schedule import order_attention_tasks
+from meshrl.common.hardware.zebra.timeline import compute_makespan_s
+from meshrl.sim.prefixes.__main__ import A100, GBPS_32, H100, PUBLISHED_SPEEDUPS, TOKEN_BYTES, main
+from meshrl.sim.prefixes.prefix_model import PrefixCurve, simulate_events, solve_closed_form
+from meshrl.sim.zebra.paper_figures import (
+    KIB,
+    TOLERANCE,
     PaperFigure,
-    all_orders,
-    best_of_all,
-    best_of_swaps,
-    causes,
-    runs,
+    find_best_of_all,
+    find_best_of_swaps,
+    generate_orders,
+    group_by_cause,
+    run_grid,
 )
-from meshrl.sim.zebra.runs import plain, with_and_without
-from meshrl.sim.zebra.setups import MODELS, ON_PREM, SETUPS, PaperModel, grid, profile
+from meshrl.sim.zebra.paper_runs import compare_hosting, compute_plain_costs
+from meshrl.sim.zebra.paper_setups import (
+    MODELS,
+    ON_PREM,
+    SETUPS,
+    PaperModel,
+    build_profile,
+    list_grid,
+)
 from tests.unit.common.generation.engines_under_test import VOCAB, StandingClock, request, simulated
 
 
@@ -51,10 +58,10 @@ def test_each_request_runs_at_the_declared_rate_whatever_runs_beside_it() -> Non
 def test_a_step_is_never_early() -> None:
     engine, _ = simulated(rate=40.0)
     engine.submit([request(1)])
-    assert engine.due_s == pytest.approx(0.025)
+    assert engine.next_step_delay_s == pytest.approx(0.025)
     clock_of(engine).pass_(0.02)
     assert engine.step() and engine.tokens_generated == 0
-    clock_of(engine).pass_(engine.due_s)
+    clock_of(engine).pass_(engine.next_step_delay_s)
     assert engine.step() and engine.tokens_generated == 1
 
 
@@ -65,7 +72,7 @@ def test_a_slot_that_came_free_between_two_steps_was_used_from_then_on() -> None
     engine.step()
     listener.drain()
     assert [len(listener.heard[i].tokens) for i in range(3)] == [10, 10, 5]
-    assert engine.running == 1 and engine.waiting == 0
+    assert engine.num_running == 1 and engine.num_waiting == 0
 
 
 def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
@@ -79,7 +86,8 @@ def test_lengths_are_lognormal_and_end_with_a_stop_token() -> None:
     assert np.median(lengths) == pytest.approx(50, rel=0.08)
     assert np.log(lengths).std() == pytest.approx(0.7, rel=0.08)
     assert all(
-        h.finish == [Finish.STOP] and h.tokens.index(3) == len(h.tokens) - 1 for h in heard.values()
+        h.finish == [FinishReason.STOP] and h.tokens.index(3) == len(h.tokens) - 1
+        for h in heard.values()
     )
 
 
@@ -87,7 +95,7 @@ def test_a_length_that_does_not_fit_is_cut() -> None:
     _, listener = simulated(lengths=(100.0, 0.8))
     heard = listener.run(*(request(i, max_new=5, stop_ids=(3,)) for i in range(20)))
     assert all(len(h.tokens) <= 5 for h in heard.values())
-    assert sum(h.finish == [Finish.LENGTH] for h in heard.values()) > 15
+    assert sum(h.finish == [FinishReason.LENGTH] for h in heard.values()) > 15
 
 
 def test_the_time_of_a_pause_does_not_count() -> None:
@@ -125,7 +133,7 @@ def test_tokens_of_two_versions_in_one_flush_say_which_is_which() -> None:
     engine.submit([request(1, max_new=6), request(2, max_new=30), request(3, max_new=30)])
     for version in (1, 2):
         clock_of(engine).pass_(0.4)
-        engine.swap({}, version)
+        engine.update_weights({}, version)
     clock_of(engine).pass_(0.4)
     engine.step()
     listener.drain()
@@ -145,14 +153,14 @@ def test_no_token_but_the_last_is_a_stop_token_whatever_the_vocabulary() -> None
 def test_a_session_leaves_nothing_that_another_engine_could_take() -> None:
     engine, listener = simulated()
     listener.run(request(1, session=3))
-    assert engine.cached(3) is None and engine.copied(3, 0, 1) is None
+    assert engine.describe_session_cache(3) is None and engine.copy_session_cache(3, 0, 1) is None
 
 
 def test_even_costs_meet_where_both_take_as_long() -> None:
     curve = PrefixCurve(0.1, 0.0)
-    met = closed_form(curve, 0.1 / PREFILL_TOKENS, 8192)
-    assert met.tokens == pytest.approx(4096) and met.seconds == pytest.approx(0.8)
-    slow = closed_form(curve, 0.3 / PREFILL_TOKENS, 8192)
+    met = solve_closed_form(curve, 0.1 / MAX_PREFILL_TOKENS, 8192)
+    assert met.computed_tokens == pytest.approx(4096) and met.seconds == pytest.approx(0.8)
+    slow = solve_closed_form(curve, 0.3 / MAX_PREFILL_TOKENS, 8192)
     compute_s, load_s = 1.6, 4.8
     assert slow.seconds == pytest.approx(compute_s * load_s / (compute_s + load_s))
 
@@ -166,30 +174,32 @@ def test_even_costs_meet_where_both_take_as_long() -> None:
 def test_the_engines_rules_are_never_far_from_it_nor_worse_than_either_alone(
     first_s: float, growth: float, ratio: float, chunks: int
 ) -> None:
-    tokens = chunks * CHUNK
+    tokens = chunks * CHUNK_TOKENS
     curve = PrefixCurve(first_s, first_s * growth)
-    compute_s = curve.compute_s(0, tokens)
+    compute_s = curve.predict_compute_s(0, tokens)
     load_s = ratio * compute_s / tokens
-    met, best = events(curve, load_s, tokens), closed_form(curve, load_s, tokens)
-    step_s = curve.compute_s(tokens - PREFILL_TOKENS, tokens)
-    assert met.seconds >= best.seconds - 1e-6 - max(step_s, CHUNK * load_s) / 4
+    met, best = simulate_events(curve, load_s, tokens), solve_closed_form(curve, load_s, tokens)
+    step_s = curve.predict_compute_s(tokens - MAX_PREFILL_TOKENS, tokens)
+    assert met.seconds >= best.seconds - 1e-6 - max(step_s, CHUNK_TOKENS * load_s) / 4
     assert met.seconds <= min(compute_s, load_s * tokens) + step_s
-    assert met.seconds <= best.seconds + step_s + CHUNK * load_s
+    assert met.seconds <= best.seconds + step_s + CHUNK_TOKENS * load_s
 
 
 def test_it_is_within_ten_percent_of_the_sources_table() -> None:
     load_s = TOKEN_BYTES / GBPS_32
-    met = events(A100, load_s, 16384)
-    assert load_s * 16384 / met.seconds == pytest.approx(TABLE["x_load"], rel=0.1)
-    assert A100.compute_s(0, 16384) / met.seconds == pytest.approx(TABLE["x_compute"], rel=0.1)
-    assert H100.compute_s(0, 512) == pytest.approx(0.0274)
-    assert H100.compute_s(63 * 512, 64 * 512) == pytest.approx(0.0935)
+    met = simulate_events(A100, load_s, 16384)
+    assert load_s * 16384 / met.seconds == pytest.approx(PUBLISHED_SPEEDUPS["x_load"], rel=0.1)
+    assert A100.predict_compute_s(0, 16384) / met.seconds == pytest.approx(
+        PUBLISHED_SPEEDUPS["x_compute"], rel=0.1
+    )
+    assert H100.predict_compute_s(0, 512) == pytest.approx(0.0274)
+    assert H100.predict_compute_s(63 * 512, 64 * 512) == pytest.approx(0.0935)
 
 
 def test_others_in_the_same_steps_move_the_meeting_point() -> None:
     load_s = TOKEN_BYTES / GBPS_32
-    alone, beside = (events(A100, load_s, 16384, others) for others in (0.0, 0.5))
-    assert beside.tokens < alone.tokens and beside.seconds > alone.seconds
+    alone, beside = (simulate_events(A100, load_s, 16384, others) for others in (0.0, 0.5))
+    assert beside.computed_tokens < alone.computed_tokens and beside.seconds > alone.seconds
     assert beside.seconds < load_s * 16384
 
 
@@ -202,7 +212,7 @@ def test_it_tells_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
-    assert model.ffn == 3.5 * model.hidden
+    assert model.ffn_width == 3.5 * model.hidden
     shape = model.shape
     embeddings = 2 * 32_000 * model.hidden
     assert shape.parameters - embeddings == pytest.approx(model.parameters, rel=0.03)
@@ -210,49 +220,49 @@ def test_parameters_make_experts_as_wide_as_mixtrals(model: PaperModel) -> None:
 
 
 def test_models_run_where_their_experts_divide() -> None:
-    assert grid(["O2"]) == [("W2", "O2"), ("D1", "O2"), ("D3", "O2")]
-    assert profile("D1", SETUPS["O1"]).slow.memory_bytes < 16e9
+    assert list_grid(["O2"]) == [("W2", "O2"), ("D1", "O2"), ("D3", "O2")]
+    assert build_profile("D1", SETUPS["O1"]).slow.memory_bytes < 16e9
 
 
 def test_zebra_is_as_much_faster_than_expert_parallelism_as_the_source_says() -> None:
     for k, source in ((4, 1 / 0.82), (32, 1.89)):
-        gains = [one.zebra / one.together for one in runs(ON_PREM, [k * K]).values()]
-        assert mean(gains) == pytest.approx(source, rel=NEAR)
+        gains = [one.zebra / one.expert_parallel for one in run_grid(ON_PREM, [k * KIB]).values()]
+        assert mean(gains) == pytest.approx(source, rel=TOLERANCE)
 
 
 def test_baselines_are_slower_and_ideal_ones_nearly_as_fast() -> None:
-    found = runs(["O1"], [16 * K])
+    found = run_grid(["O1"], [16 * KIB])
     assert len(found) == 4
     for one in found.values():
-        assert one.disaggregated < one.together < one.ideal < one.zebra
+        assert one.disaggregated < one.expert_parallel < one.ideal < one.zebra
         assert one.pipeline is not None and one.pipeline < one.zebra
 
 
 def test_hosted_experts_fill_the_bubbles_of_attention_ranks() -> None:
-    none, some = with_and_without("D1", 8 * K, plainly=True)
-    assert none.attention_utilisation == pytest.approx(0.55, rel=NEAR)
-    assert none.experts_utilisation == pytest.approx(0.89, rel=NEAR)
-    assert some.attention_utilisation > 0.8 and some.makespan < none.makespan
-    ours = with_and_without("D1", 8 * K)[1]
-    assert ours.makespan <= some.makespan + 1e-12
+    none, some = compare_hosting("D1", 8 * KIB, as_published=True)
+    assert none.attention_utilisation == pytest.approx(0.55, rel=TOLERANCE)
+    assert none.experts_utilisation == pytest.approx(0.89, rel=TOLERANCE)
+    assert some.attention_utilisation > 0.8 and some.makespan_s < none.makespan_s
+    ours = compare_hosting("D1", 8 * KIB)[1]
+    assert ours.makespan_s <= some.makespan_s + 1e-12
 
 
 def test_a_figure_that_is_far_off_has_a_cause() -> None:
     near, far = PaperFigure("near", "", 1.0, 1.1), PaperFigure("dist", "", 0.55, 0.44)
-    assert far.off == pytest.approx(-0.2)
-    assert list(causes([near, far]).values()) == [["dist"]]
+    assert far.deviation == pytest.approx(-0.2)
+    assert list(group_by_cause([near, far]).values()) == [["dist"]]
     unheard = PaperFigure("unheard", "", 1.0, 2.0)
-    assert causes([unheard]) == {"not known": ["unheard"]}
+    assert group_by_cause([unheard]) == {"not known": ["unheard"]}
 
 
 def test_all_orders_are_tried() -> None:
-    orders = set(all_orders(attention_order(1, 2), 2))
+    orders = set(generate_orders(order_attention_tasks(1, 2), 2))
     assert len(orders) == 70  # of two times four tasks
-    assert tuple(attention_order(1, 2)) in orders
+    assert tuple(order_attention_tasks(1, 2)) in orders
 
 
 costs = st.builds(
-    Costs,
+    MicroBatchCosts,
     attention=st.floats(0.1, 1),
     experts=st.floats(0.1, 1),
     head=st.floats(0.5, 2),
@@ -264,23 +274,23 @@ costs = st.builds(
 
 @settings(max_examples=5)
 @given(st.lists(costs, min_size=5, max_size=5))
-def test_no_other_order_is_faster(many: list[Costs]) -> None:
-    for one, best in zip(many, best_of_all(1, 2, many), strict=True):
-        assert makespan(1, 2, one) == pytest.approx(best)
+def test_no_other_order_is_faster(many: list[MicroBatchCosts]) -> None:
+    for one, best in zip(many, find_best_of_all(1, 2, many), strict=True):
+        assert compute_makespan_s(1, 2, one) == pytest.approx(best)
 
 
 @settings(max_examples=10)
 @given(costs, st.integers(0, 99))
-def test_no_swap_makes_a_longer_step_faster(one: Costs, seed: int) -> None:
-    assert best_of_swaps(4, 3, one, 60, seed) == pytest.approx(makespan(4, 3, one))
+def test_no_swap_makes_a_longer_step_faster(one: MicroBatchCosts, seed: int) -> None:
+    assert find_best_of_swaps(4, 3, one, 60, seed) == pytest.approx(compute_makespan_s(4, 3, one))
 
 
 def test_of_the_sources_costs_no_swap_is_faster_either() -> None:
-    one, _ = plain("D1", 8 * K)
-    assert best_of_swaps(8, 4, one, 60, 1) == pytest.approx(makespan(8, 4, one))
+    one, _ = compute_plain_costs("D1", 8 * KIB)
+    assert find_best_of_swaps(8, 4, one, 60, 1) == pytest.approx(compute_makespan_s(8, 4, one))
 
 
 def test_another_order_wins_where_the_last_piece_and_transfers_cost_nothing() -> None:
-    bare = Costs(attention=1.0, experts=0.5)
-    best = best_of_all(1, 2, [bare])[0]
-    assert 0.9 < best / makespan(1, 2, bare) < 1
+    bare = MicroBatchCosts(attention=1.0, experts=0.5)
+    best = find_best_of_all(1, 2, [bare])[0]
+    assert 0.9 < best / compute_makespan_s(1, 2, bare) < 1

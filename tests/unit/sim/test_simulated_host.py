@@ -14,21 +14,21 @@ import structlog
 
 from meshrl.common.base.errors import DeadlineExceeded, NotFound, PeerLost, StorageFull
 from meshrl.common.base.files.append_file import AppendFile
-from meshrl.common.base.files.durable import sync
+from meshrl.common.base.files.disk_sync import fsync_path
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import Host, replace_file
-from meshrl.common.mesh.process.starting import Spawning
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.sim.disk import Disk
-from meshrl.sim.loop import VirtualClock, VirtualLoop
-from meshrl.sim.machine import Machine, ProcessHost, VirtualChild
-from meshrl.sim.mesh.faults.damage import Spoiler, flip, misdirect
-from meshrl.sim.mesh.running import run_in
-from meshrl.sim.process import VirtualProcess
-from meshrl.sim.record import EventRecord
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.sim.event_record import EventRecord
+from meshrl.sim.mesh.faults.corruption import FileCorruptor, flip_bit, write_misdirected
+from meshrl.sim.mesh.seed_runner import run_on_loop
+from meshrl.sim.virtual_disk import VirtualDisk
+from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop
+from meshrl.sim.virtual_machine import VirtualChild, VirtualHost, VirtualMachine
+from meshrl.sim.virtual_process import VirtualProcess
 from tests.simulated_host import SimulatedChannel, SimulatedHost, virtual
 
-Story = Callable[[Machine], Awaitable[None]]
+Story = Callable[[VirtualMachine], Awaitable[None]]
 
 
 async def echo(arguments: list[str], channel: SimulatedChannel) -> None:
@@ -46,7 +46,7 @@ async def test_a_process_is_a_task_with_a_channel_and_an_end(
     host = SimulatedHost(clock, random, {"services.echo": echo})
     typed: Host = host
     child = typed.spawn(
-        ["python", "-m", "services.echo", "!"], name="echo", how=Spawning(pipe=True)
+        ["python", "-m", "services.echo", "!"], name="echo", options=SpawnOptions(has_channel=True)
     )
     await child.send(b"a")
     assert await child.recv(1) == b"a!"
@@ -59,7 +59,7 @@ async def test_a_process_is_a_task_with_a_channel_and_an_end(
     with pytest.raises(PeerLost):
         await child.send(b"a")
     failing = typed.spawn(
-        ["python", "-m", "services.echo", "!"], name="echo", how=Spawning(pipe=True)
+        ["python", "-m", "services.echo", "!"], name="echo", options=SpawnOptions(has_channel=True)
     )
     await failing.send(b"fail")
     assert await failing.wait(5) == 1
@@ -78,7 +78,7 @@ async def test_ticks_follow_the_virtual_clock_until_false(
         times.append(clock.monotonic())
         return len(times) < 3
 
-    SimulatedHost(clock, random).every(1.5, tick, "renewal")
+    SimulatedHost(clock, random).run_periodically(1.5, tick, "renewal")
     await clock.sleep(100)
     assert times == [1.5, 3.0, 4.5]
 
@@ -104,14 +104,14 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def disk(root: Path) -> Iterator[Disk]:
-    made = Disk(root)
-    made.watch()
+def disk(root: Path) -> Iterator[VirtualDisk]:
+    made = VirtualDisk(root)
+    made.start_tracking()
     yield made
     made.close()
 
 
-def test_what_was_not_synced_is_there_in_part(root: Path, disk: Disk) -> None:
+def test_what_was_not_synced_is_there_in_part(root: Path, disk: VirtualDisk) -> None:
     left = set()
     for seed in range(20):
         file = AppendFile(root / f"{seed}.ledger")
@@ -119,7 +119,7 @@ def test_what_was_not_synced_is_there_in_part(root: Path, disk: Disk) -> None:
         file.sync()
         file.write(b"not yet")
         file.close()
-        disk.cut(Random(seed))
+        disk.cut_power(Random(seed))
         content = (root / f"{seed}.ledger").read_bytes()
         assert b"durable not yet".startswith(content) and content.startswith(b"durable ")
         left.add(len(content))
@@ -127,85 +127,87 @@ def test_what_was_not_synced_is_there_in_part(root: Path, disk: Disk) -> None:
 
 
 def test_a_file_whose_directory_and_content_were_never_synced_is_gone(
-    root: Path, disk: Disk
+    root: Path, disk: VirtualDisk
 ) -> None:
     (root / "new").mkdir()
     (root / "new" / "file").write_bytes(b"content")
-    assert disk.cut(Random(0)) == {"new/file"}
+    assert disk.cut_power(Random(0)) == {"new/file"}
     assert list(root.iterdir()) == []
 
 
-def test_a_rename_counts_once_its_directory_was_synced(root: Path, disk: Disk) -> None:
+def test_a_rename_counts_once_its_directory_was_synced(root: Path, disk: VirtualDisk) -> None:
     replace_file(root / "record", b"old")
     scratch = root / "scratch"
     scratch.write_bytes(b"new")
-    sync(scratch)
+    fsync_path(scratch)
     scratch.rename(root / "record")
-    disk.cut(Random(0))
+    disk.cut_power(Random(0))
     assert (root / "record").read_bytes() == b"old"
     replace_file(root / "record", b"new")
-    disk.cut(Random(0))
+    disk.cut_power(Random(0))
     assert (root / "record").read_bytes() == b"new"
 
 
-def test_a_removal_counts_once_its_directory_was_synced(root: Path, disk: Disk) -> None:
+def test_a_removal_counts_once_its_directory_was_synced(root: Path, disk: VirtualDisk) -> None:
     replace_file(root / "a", b"a")
     replace_file(root / "b", b"b")
     (root / "a").unlink()
-    sync(root)
+    fsync_path(root)
     (root / "b").unlink()
-    disk.cut(Random(0))
+    disk.cut_power(Random(0))
     assert [path.name for path in root.iterdir()] == ["b"]
 
 
-def test_a_directory_that_was_renamed_brings_what_was_synced_in_it(root: Path, disk: Disk) -> None:
+def test_a_directory_that_was_renamed_brings_what_was_synced_in_it(
+    root: Path, disk: VirtualDisk
+) -> None:
     (root / "scratch").mkdir()
     replace_file(root / "scratch" / "weights", b"w")
     (root / "scratch").rename(root / "step-1")
-    sync(root)
-    disk.cut(Random(0))
+    fsync_path(root)
+    disk.cut_power(Random(0))
     assert (root / "step-1" / "weights").read_bytes() == b"w"
     assert not (root / "scratch").exists()
 
 
-def test_a_link_to_what_is_not_there_yet_stays_one(root: Path, disk: Disk) -> None:
+def test_a_link_to_what_is_not_there_yet_stays_one(root: Path, disk: VirtualDisk) -> None:
     (root / "store").symlink_to(root / "shared")
-    sync(root)
-    sync(root)
-    disk.cut(Random(0))
+    fsync_path(root)
+    fsync_path(root)
+    disk.cut_power(Random(0))
     assert (root / "store").is_symlink()
 
 
-def test_a_disk_that_lies_loses_what_it_said_was_synced(root: Path, disk: Disk) -> None:
+def test_a_disk_that_lies_loses_what_it_said_was_synced(root: Path, disk: VirtualDisk) -> None:
     chunks = ChunkStore(root / "store")
     before = chunks.write(b"before")
     replace_file(root / "notes", b"old")
-    disk.lies = lambda path: path.startswith("store")
+    disk.skips_sync = lambda path: path.startswith("store")
     after = chunks.write(b"after")
     replace_file(root / "notes", b"new")
-    lost = disk.cut(Random(0))
+    lost = disk.cut_power(Random(0))
     assert chunks.has(before) and not chunks.has(after)
     assert [name for name in lost if name.endswith(after)]
     assert (root / "notes").read_bytes() == b"new"
     chunks.write(b"after")
-    disk.cut(Random(0))
+    disk.cut_power(Random(0))
     assert chunks.has(after), "the next disk tells the truth"
 
 
-def test_times_outlast_a_power_cut(root: Path, disk: Disk) -> None:
+def test_times_outlast_a_power_cut(root: Path, disk: VirtualDisk) -> None:
     (root / "file").write_bytes(b"longer")
     os.utime(root / "file", (1000, 2000))
-    sync(root)
-    disk.cut(Random(3))
+    fsync_path(root)
+    disk.cut_power(Random(3))
     assert (root / "file").stat().st_mtime == 2000
 
 
 @pytest.mark.parametrize("room", [0, 5])
-def test_a_full_disk_refuses_every_writer(root: Path, disk: Disk, room: int) -> None:
+def test_a_full_disk_refuses_every_writer(root: Path, disk: VirtualDisk, room: int) -> None:
     file = AppendFile(root / "ledger")
     file.write(b"abc")
-    disk.room = room
-    with disk.writing():
+    disk.max_file_bytes = room
+    with disk.limit_writes():
         with pytest.raises(StorageFull):
             file.write(b"defghi")
         with pytest.raises(StorageFull):
@@ -222,7 +224,7 @@ def test_a_full_disk_refuses_every_writer(root: Path, disk: Disk, room: int) -> 
 def test_a_flip_is_one_bit_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(16))
-    flip(path, 5, 6)
+    flip_bit(path, 5, 6)
     assert path.read_bytes() == bytes(5) + b"\x40" + bytes(10)
 
 
@@ -230,46 +232,46 @@ def test_a_misdirected_write_lies_over_a_part_of_another_file(tmp_path: Path) ->
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_bytes(b"0123456789")
     other.write_bytes(b"abcdef")
-    misdirect(one, other, 3)
+    write_misdirected(one, other, 3)
     assert other.read_bytes() == b"abc789" and one.read_bytes() == b"0123456789"
-    misdirect(other, one, 2)
+    write_misdirected(other, one, 2)
     assert one.read_bytes() == b"01abc78989"
 
 
 def test_it_is_known_whether_a_damaged_file_was_read_since(root: Path, tmp_path: Path) -> None:
     store = ChunkStore(root / "store")
     digest = store.write(b"something that is kept")
-    when = store.path(digest).stat().st_mtime_ns
-    spoiler = Spoiler(root, tmp_path / "links", Random(1))
-    damage = spoiler.spoil()
+    when = store.chunk_path(digest).stat().st_mtime_ns
+    spoiler = FileCorruptor(root, tmp_path / "links", Random(1))
+    damage = spoiler.corrupt_file()
     assert damage is not None and damage.path.endswith(digest)
-    assert spoiler.spoil() is None, "a file is damaged once"
-    assert not damage.read and store.path(digest).stat().st_mtime_ns == when
-    store.path(digest).rename(root / "aside")
+    assert spoiler.corrupt_file() is None, "a file is damaged once"
+    assert not damage.was_read and store.chunk_path(digest).stat().st_mtime_ns == when
+    store.chunk_path(digest).rename(root / "aside")
     (root / "aside").read_bytes()
-    assert damage.read
+    assert damage.was_read
 
 
 def on_machine(root: Path, story: Story) -> list[str]:
     """What the processes of a story said."""
     loop = VirtualLoop()
-    loop.limit = 1000.0
-    record = EventRecord(lambda: loop.now, root)
+    loop.limit_s = 1000.0
+    record = EventRecord(lambda: loop.now_s, root)
     said: list[str] = []
 
     async def told() -> list[str]:
-        machine = Machine(loop, Random(1), record, root)
+        machine = VirtualMachine(loop, Random(1), record, root)
         machine.programs = {"talker": talker(said), "parent": parent, "echoes": echoes}
         await story(machine)
         return list(said)
 
-    return run_in(loop, record, told())
+    return run_on_loop(loop, record, told())
 
 
 def talker(said: list[str]) -> Callable[[VirtualProcess, list[str]], Awaitable[None]]:
     async def talk(process: VirtualProcess, argv: list[str]) -> None:
-        host = ProcessHost(process)
-        host.every(1.0, lambda: said.append("tick"), "ticker")
+        host = VirtualHost(process)
+        host.run_periodically(1.0, lambda: said.append("tick"), "ticker")
         try:
             async with asyncio.timeout(900):
                 while True:
@@ -282,9 +284,9 @@ def talker(said: list[str]) -> Callable[[VirtualProcess, list[str]], Awaitable[N
 
 
 async def parent(process: VirtualProcess, argv: list[str]) -> None:
-    host = ProcessHost(process)
+    host = VirtualHost(process)
     host.spawn(["talker"], name="tied")
-    host.spawn(["talker"], name="free", how=Spawning(die_with_parent=False))
+    host.spawn(["talker"], name="free", options=SpawnOptions(die_with_parent=False))
     await process.machine.clock.sleep(900.0)
 
 
@@ -294,12 +296,12 @@ async def echoes(process: VirtualProcess, argv: list[str]) -> None:
 
 
 def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
-    async def story(machine: Machine) -> None:
-        process = machine.spawn("talker", [], "talker", None, tied=False)
+    async def story(machine: VirtualMachine) -> None:
+        process = machine.spawn("talker", [], "talker", None, dies_with_parent=False)
         await machine.clock.sleep(2.5)
         process.kill()
         await machine.clock.sleep(10.0)
-        assert process.code == -9
+        assert process.exit_code == -9
 
     assert sorted(on_machine(tmp_path, story)) == ["tick", "tick", "turn", "turn"]
 
@@ -307,29 +309,29 @@ def test_a_killed_process_cleans_nothing_up(tmp_path: Path) -> None:
 def test_what_a_process_begins_in_the_callback_that_ends_it_is_never_run(tmp_path: Path) -> None:
     async def quits(process: VirtualProcess, argv: list[str]) -> None:
         try:
-            ProcessHost(process).exit(75, "its lease is lost")
+            VirtualHost(process).exit(75, "its lease is lost")
         finally:
             late.append(asyncio.ensure_future(process.machine.clock.sleep(1.0)))
 
     late: list[asyncio.Future[None]] = []
 
-    async def story(machine: Machine) -> None:
+    async def story(machine: VirtualMachine) -> None:
         machine.programs["quits"] = quits
-        process = machine.spawn("quits", [], "quits", None, tied=False)
+        process = machine.spawn("quits", [], "quits", None, dies_with_parent=False)
         await machine.clock.sleep(10.0)
-        assert process.code == 75
-        assert not late[0].done() and late[0] in machine.graveyard
+        assert process.exit_code == 75
+        assert not late[0].done() and late[0] in machine.dead_tasks
 
     on_machine(tmp_path, story)
 
 
 def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
-    async def story(machine: Machine) -> None:
-        process = machine.spawn("talker", [], "talker", None, tied=False)
+    async def story(machine: VirtualMachine) -> None:
+        process = machine.spawn("talker", [], "talker", None, dies_with_parent=False)
         await machine.clock.sleep(0.5)
         process.terminate()
         await machine.clock.sleep(1.0)
-        assert process.code == 0
+        assert process.exit_code == 0
 
     assert on_machine(tmp_path, story) == ["cleaned up"]
 
@@ -337,12 +339,12 @@ def test_a_terminated_process_cleans_up(tmp_path: Path) -> None:
 def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
     seen: list[int] = []
 
-    async def story(machine: Machine) -> None:
-        process = machine.spawn("talker", [], "talker", None, tied=False)
+    async def story(machine: VirtualMachine) -> None:
+        process = machine.spawn("talker", [], "talker", None, dies_with_parent=False)
         await machine.clock.sleep(2.5)
         process.stop()
         await machine.clock.sleep(50.0)
-        seen.append(machine.clock.monotonic() > 52 and process.stopped)
+        seen.append(machine.clock.monotonic() > 52 and process.is_stopped)
         process.resume()
         await machine.clock.sleep(1.1)
         process.kill()
@@ -353,11 +355,11 @@ def test_a_stopped_process_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_children_die_with_their_parent_unless_they_need_not(tmp_path: Path) -> None:
-    async def story(machine: Machine) -> None:
-        process = machine.spawn("parent", [], "parent", None, tied=False)
+    async def story(machine: VirtualMachine) -> None:
+        process = machine.spawn("parent", [], "parent", None, dies_with_parent=False)
         await machine.clock.sleep(0.5)
         process.kill()
-        assert [one.name for one in machine.alive] == ["free"]
+        assert [one.name for one in machine.live_processes] == ["free"]
 
     on_machine(tmp_path, story)
 
@@ -365,9 +367,9 @@ def test_children_die_with_their_parent_unless_they_need_not(tmp_path: Path) -> 
 def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
     heard: list[object] = []
 
-    async def story(machine: Machine) -> None:
-        process = machine.spawn("echoes", [], "echoes", None, tied=False)
-        child = VirtualChild(process, machine.clock, adopted=False)
+    async def story(machine: VirtualMachine) -> None:
+        process = machine.spawn("echoes", [], "echoes", None, dies_with_parent=False)
+        child = VirtualChild(process, machine.clock, is_adopted=False)
         await child.send(b"one")
         heard.append(await child.recv(1.0))
         process.kill()
@@ -384,7 +386,7 @@ def test_a_channel_ends_with_its_process(tmp_path: Path) -> None:
 def test_what_is_logged_afterwards_goes_where_it_went_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def nothing(machine: Machine) -> None:
+    async def nothing(machine: VirtualMachine) -> None:
         structlog.get_logger().warning("within")
 
     on_machine(tmp_path, nothing)

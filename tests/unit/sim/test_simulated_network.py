@@ -10,20 +10,20 @@ import pytest
 
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost
 from meshrl.common.base.random import Random
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams, Terms
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.network import Faults, MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport, NetworkFaults
 from tests.simulated_host import SimulatedHost, staged
 from tests.unit.common.mesh.runtime.talking import Number, Talk, Talker, Text
 
 
 class World:
-    def __init__(self, clock: VirtualClock, random: Random, faults: Faults) -> None:
+    def __init__(self, clock: VirtualClock, random: Random, faults: NetworkFaults) -> None:
         self.clock, self.random = clock, random
         self.network = MemoryNetwork(clock, random.child("network"), faults)
-        self.state = simulated_state(clock)
+        self.state = open_simulated_state(clock)
         self.lost: list[str] = []
         self.mending: asyncio.Task[None] | None = None
 
@@ -35,24 +35,27 @@ class World:
         mesh = Mesh(
             name,
             "test",
-            Seams(
+            MeshDependencies(
                 state=self.state,
-                transport=MemoryTransport(self.network, f"mem:{name}:{self.random.token(2)}"),
+                transport=MemoryTransport(self.network, f"mem:{name}:{self.random.hex_token(2)}"),
                 clock=self.clock,
-                random=self.random.child(name + self.random.token()),
+                random=self.random.child(name + self.random.hex_token()),
                 host=SimulatedHost(self.clock, self.random.child("host")),
             ),
-            terms=Terms(on_lost=self.lost.append),
+            terms=LeaseTerms(on_lost=self.lost.append),
         )
         await mesh.join(actor)
         return mesh
 
 
 def simulate(
-    story: Callable[[World], Awaitable[object]], *, seed: int = 0, faults: Faults | None = None
+    story: Callable[[World], Awaitable[object]],
+    *,
+    seed: int = 0,
+    faults: NetworkFaults | None = None,
 ) -> Any:
     async def main(clock: VirtualClock, random: Random) -> object:
-        return await story(World(clock, random, faults or Faults()))
+        return await story(World(clock, random, faults or NetworkFaults()))
 
     return run_virtual(main, seed, limit_s=7200)
 
@@ -72,10 +75,10 @@ def test_a_call_runs_at_most_once_whatever_the_network_does(seed: int) -> None:
         ref = (await world.join("b")).ref("a")
         calls = [outcome(ref.call(Talk.count, Number(i), deadline_s=2.0)) for i in range(300)]
         outcomes = list(await asyncio.gather(*calls))
-        assert world.network.duplicated > 20 and world.network.lost > 20
+        assert world.network.duplicated_messages > 20 and world.network.lost_messages > 20
         return actor.counted, outcomes
 
-    faults = Faults(loss=0.1, duplication=0.2, reorder=0.2)
+    faults = NetworkFaults(loss=0.1, duplication=0.2, reorder=0.2)
     counted, outcomes = simulate(story, seed=seed, faults=faults)
     assert len(counted) == len(set(counted))
     answered = [o for o in outcomes if o.startswith("Number")]
@@ -114,7 +117,7 @@ def test_a_stream_is_in_order_over_a_network_that_reorders_and_repeats() -> None
         items = (await world.join("b")).ref("a").stream(Talk.numbers, Number(300))
         return [item.value async for item in items]
 
-    faults = Faults(duplication=0.3, reorder=0.3)
+    faults = NetworkFaults(duplication=0.3, reorder=0.3)
     assert simulate(story, faults=faults) == list(range(300))
 
 
@@ -161,7 +164,7 @@ def test_a_lease_is_kept_and_ends_when_it_is_taken_away() -> None:
         a = await world.join("a", Talker())
         await world.clock.sleep(900)
         assert not world.lost
-        key = await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        key = await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
         assert key["vacated"]
         await world.clock.sleep(3)
         assert len(world.lost) == 1 and world.lost[0].startswith("a (")
@@ -174,7 +177,7 @@ def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
     async def story(world: World) -> float:
         a, b = await world.join("a", Talker()), await world.join("b")
         world.network.pause(a.transport.address)
-        await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
         start = world.clock.monotonic()
         with pytest.raises(PeerLost):
             await b.ref("a").call(Talk.count, Number(1), deadline_s=300)
@@ -187,7 +190,7 @@ def test_a_stopped_process_is_a_lost_peer_once_its_lease_has_ended() -> None:
         world.network.pause(a.transport.address)
         call = asyncio.create_task(ref.call(Talk.count, Number(1), deadline_s=300))
         await world.clock.sleep(1)
-        await world.state.run("vacate", ["{mesh}"], _eviction(a))
+        await world.state.run_script("vacate", ["{mesh}"], _eviction(a))
         with pytest.raises(PeerLost, match="a has gone"):
             await call
         return world.clock.monotonic()

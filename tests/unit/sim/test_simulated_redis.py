@@ -16,23 +16,28 @@ from redis.exceptions import DataError
 from meshrl.common.base.errors import StateUnavailable
 from meshrl.common.base.random import Random
 from meshrl.common.state import events, leader
-from meshrl.common.state.redis.client import RENEWAL_TIMEOUT_S, RETRIES, SOCKET_TIMEOUT_S, State
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.redis.server import Full, NotSimulated, RedisServer
-from meshrl.sim.redis.state import simulated_state, state_on
+from meshrl.common.state.redis.client import (
+    RENEWAL_TIMEOUT_S,
+    RETRIES,
+    SOCKET_TIMEOUT_S,
+    StateClient,
+)
+from meshrl.sim.redis.server import FullResource, NotSimulated, SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_simulated_state, open_state_on
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.contract.state.state_bench import HandClock
 from tests.simulated_host import staged
 
 TTL_MS = 600_000
 ORDERS = """
-from meshrl.sim.redis.server import RedisServer
+from meshrl.sim.redis.server import SimulatedRedisServer
 class Still:
     def wall(self): return 1.0
     monotonic = wall
-server = RedisServer(Still())
-server.run(("HSET", "h", *[word for n in range(40) for word in (f"field{n * n}", str(n))]))
-print(server.run(("HGETALL", "h")))
-print(server.run(("EVAL", "return cjson.encode(cjson.decode(ARGV[1]))", "0",
+server = SimulatedRedisServer(Still())
+server.execute(("HSET", "h", *[word for n in range(40) for word in (f"field{n * n}", str(n))]))
+print(server.execute(("HGETALL", "h")))
+print(server.execute(("EVAL", "return cjson.encode(cjson.decode(ARGV[1]))", "0",
     "{" + ",".join(f'"name{n * n}":{n}' for n in range(40)) + "}")))
 """
 
@@ -40,9 +45,9 @@ print(server.run(("EVAL", "return cjson.encode(cjson.decode(ARGV[1]))", "0",
 class Scene:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
-        self.server = RedisServer(clock)
+        self.server = SimulatedRedisServer(clock)
         self.faults = self.server.faults
-        self.state = state_on(self.server, State, clock)
+        self.state = open_state_on(self.server, StateClient, clock)
         self.token = 0
 
     async def begin(self) -> None:
@@ -50,7 +55,7 @@ class Scene:
 
     def keeps(self) -> bool:
         """A command of the thread that renews leases."""
-        return leader.keep(self.state, "planner", self.token, TTL_MS)
+        return leader.renew_leadership(self.state, "planner", self.token, TTL_MS)
 
     async def kinds(self) -> list[str]:
         return [event.kind for event in await events.read_all(self.state)]
@@ -73,7 +78,7 @@ def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
 async def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it_had(
     scene: Scene,
 ) -> None:
-    scene.faults.away = True
+    scene.faults.is_unreachable = True
     began = scene.clock.monotonic()
     with pytest.raises(StateUnavailable, match="does not answer"):
         await events.append(scene.state, "refused", {})
@@ -81,10 +86,10 @@ async def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it
     with pytest.raises(StateUnavailable):
         scene.keeps()
     await scene.clock.sleep(4)
-    assert scene.state.away_ms() >= 4000
-    scene.faults.away = False
+    assert scene.state.get_outage_ms() >= 4000
+    scene.faults.is_unreachable = False
     assert scene.keeps()
-    assert scene.state.away_ms() == 0
+    assert scene.state.get_outage_ms() == 0
     assert await scene.kinds() == ["leader"]
 
 
@@ -92,10 +97,10 @@ async def test_a_server_that_is_away_is_unavailable_until_it_is_back_with_all_it
 async def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen(
     scene: Scene,
 ) -> None:
-    scene.faults.away = True
+    scene.faults.is_unreachable = True
 
     def back() -> None:
-        scene.faults.away = False
+        scene.faults.is_unreachable = False
 
     waiting = asyncio.create_task(scene.after_s(0.7, back))
     await events.append(scene.state, "late", {})
@@ -106,8 +111,8 @@ async def test_an_outage_that_is_shorter_than_the_clients_patience_is_not_seen(
 @staged(in_scene)
 async def test_a_command_whose_reply_is_lost_has_run_and_is_sent_again(scene: Scene) -> None:
     scene.faults.lost_replies = 1
-    await scene.state.command("INCR", "count")
-    assert await scene.state.command("GET", "count") == "2"
+    await scene.state.run_command("INCR", "count")
+    assert await scene.state.run_command("GET", "count") == "2"
     began = scene.clock.monotonic()
     scene.faults.lost_replies = 2
     await events.append(scene.state, "once", {})  # under one operation, however often it is sent
@@ -141,16 +146,18 @@ async def test_a_slow_server_answers_late_and_one_that_is_too_slow_not_at_all(sc
         await scene.kinds()
 
 
-@pytest.mark.parametrize("full", [Full.MEMORY, Full.DISK])
+@pytest.mark.parametrize("full", [FullResource.MEMORY, FullResource.DISK])
 @staged(in_scene)
-async def test_a_full_server_refuses_writes_and_still_reads(scene: Scene, full: Full) -> None:
-    scene.faults.full = full
+async def test_a_full_server_refuses_writes_and_still_reads(
+    scene: Scene, full: FullResource
+) -> None:
+    scene.faults.full_resource = full
     with pytest.raises(StateUnavailable, match="refuses writes"):
         await events.append(scene.state, "refused", {})
     with pytest.raises(StateUnavailable, match="refuses writes"):
         scene.keeps()
-    assert await leader.leader(scene.state, "planner") == ("me", scene.token)
-    scene.faults.full = Full.NO
+    assert await leader.read_leader(scene.state, "planner") == ("me", scene.token)
+    scene.faults.full_resource = FullResource.NO
     await events.append(scene.state, "after", {})
     assert await scene.kinds() == ["leader", "after"]
 
@@ -158,7 +165,7 @@ async def test_a_full_server_refuses_writes_and_still_reads(scene: Scene, full: 
 @staged(in_scene)
 async def test_a_server_that_lost_all_it_had_goes_on_empty(scene: Scene) -> None:
     await scene.clock.sleep(1)
-    scene.server.lose()
+    scene.server.lose_state()
     assert await scene.kinds() == []
     assert not scene.keeps()
     assert await leader.campaign(scene.state, "planner", "you", TTL_MS) > scene.token
@@ -169,8 +176,8 @@ async def test_others_run_between_a_command_and_its_reply(scene: Scene) -> None:
     order: list[str] = []
 
     async def counts(name: str) -> None:
-        order.append(f"{name} {await scene.state.command('INCR', 'count')}")
-        order.append(f"{name} {await scene.state.command('GET', 'count')}")
+        order.append(f"{name} {await scene.state.run_command('INCR', 'count')}")
+        order.append(f"{name} {await scene.state.run_command('GET', 'count')}")
 
     await asyncio.gather(counts("a"), counts("b"))
     assert order == ["a 1", "b 2", "a 2", "b 2"]
@@ -191,49 +198,49 @@ async def test_others_run_between_a_command_and_its_reply(scene: Scene) -> None:
     ],
 )
 async def test_what_it_does_not_have_it_names(words: tuple[Any, ...], named: str) -> None:
-    state = simulated_state(HandClock())
-    await state.command("SET", "great", str(2**53 - 1))
+    state = open_simulated_state(HandClock())
+    await state.run_command("SET", "great", str(2**53 - 1))
     with pytest.raises(NotSimulated, match=named):
-        await state.command(*words)
+        await state.run_command(*words)
 
 
 async def test_arguments_are_words_as_redis_py_takes_them() -> None:
-    state = simulated_state(HandClock())
-    await state.command("SET", "k", 0.1)
-    assert await state.command("GET", b"k") == "0.1"
+    state = open_simulated_state(HandClock())
+    await state.run_command("SET", "k", 0.1)
+    assert await state.run_command("GET", b"k") == "0.1"
     for word in (True, None, ["x"]):
         with pytest.raises(DataError, match=type(word).__name__):
-            await state.command("SET", "k", word)
+            await state.run_command("SET", "k", word)
 
 
 async def test_an_hour_of_operations_leaves_no_expired_ones() -> None:
     clock = HandClock()
-    server = RedisServer(clock)
+    server = SimulatedRedisServer(clock)
     for n in range(100):
-        server.run(("SET", f"op{n}", "x", "PX", "60000"))
+        server.execute(("SET", f"op{n}", "x", "PX", "60000"))
         clock.now += 1
     # 60 s and less are there: those that were written at 40 s to 99 s.
-    assert server.run(("EXISTS", *(f"op{n}" for n in range(100)))) == 60
-    server.run(("SET", "op99", "kept"))
+    assert server.execute(("EXISTS", *(f"op{n}" for n in range(100)))) == 60
+    server.execute(("SET", "op99", "kept"))
     clock.now += 3600
-    assert server.run(("EXISTS", *(f"op{n}" for n in range(100)))) == 1
+    assert server.execute(("EXISTS", *(f"op{n}" for n in range(100)))) == 1
 
 
 def test_threads_share_a_server_and_lose_no_count() -> None:
-    server = RedisServer(HandClock())
+    server = SimulatedRedisServer(HandClock())
     script = ("EVAL", "return redis.call('SET', 'n', redis.call('GET', 'n') + 1)", "0")
-    server.run(("SET", "n", "0"))
+    server.execute(("SET", "n", "0"))
 
     def count() -> None:
         for _ in range(500):
-            server.run(script)
+            server.execute(script)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert server.run(("GET", "n")) == "2000"
+    assert server.execute(("GET", "n")) == "2000"
 
 
 def test_orders_are_the_same_under_any_hash_seed() -> None:

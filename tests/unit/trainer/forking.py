@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ async def run_program(program: Path, directory: Path, *words: str) -> None:
         name="ranks",
         env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         log=log,
-        how=Spawning(own_session=True),
+        options=SpawnOptions(own_session=True),
     )
     try:
         assert await child.wait(scaled(200.0)) == 0, log.read_text()[-4000:]

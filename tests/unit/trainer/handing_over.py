@@ -7,29 +7,35 @@ from pathlib import Path
 
 from torch import Tensor
 
-from meshrl.common.weights.layout.laying import Part, whole
-from meshrl.services.trainer.arithmetic.learner import Learner
-from meshrl.services.trainer.rows.saved import FIRST, MASTER, SavedRows, save_rows, sync_all
+from meshrl.common.weights.layout.chunk_builder import TensorRows, as_complete_rows
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.services.trainer.rows.saved_rows import (
+    FIRST_FILE,
+    MASTER_PREFIX,
+    SavedRows,
+    save_rows,
+    sync_files,
+)
 
 
 def save_state(path: Path, state: Mapping[str, Tensor]) -> None:
-    save_rows(path, FIRST, whole(state))
-    sync_all(path)
+    save_rows(path, FIRST_FILE, as_complete_rows(state))
+    sync_files(path)
 
 
 def load_state(path: Path, state: Mapping[str, Tensor]) -> None:
     """Fills whole tensors in place from what any number of ranks wrote."""
     saved = SavedRows(path)
-    for name, part in whole(state).items():
+    for name, part in as_complete_rows(state).items():
         saved.fill(name, part)
 
 
 def handed_over(one: Learner, other: Learner, directory: Path) -> None:
     """The other goes on where the one is."""
-    save_rows(directory, FIRST, one.saved(masters=True))
+    save_rows(directory, FIRST_FILE, one.get_checkpoint_rows(include_masters=True))
     saved = SavedRows(directory)
 
-    def fill(name: str, part: Part) -> None:
-        saved.fill(MASTER + name, part)
+    def fill(name: str, part: TensorRows) -> None:
+        saved.fill(MASTER_PREFIX + name, part)
 
     other.restore(saved, fill)

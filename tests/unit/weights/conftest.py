@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.api.weights import STORE
+from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
 from meshrl.common.weights.bulk.port import BulkServer, ChunkStore
-from meshrl.services.weights.home import Errands
+from meshrl.services.weights.run_host_files import SharedTasks
 from meshrl.services.weights.store import WeightStore
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.meshes import on_sockets
 from tests.unit.weights.storing import Store
 
@@ -23,7 +23,7 @@ from tests.unit.weights.storing import Store
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
     clock, host = SystemClock(), SystemHost()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
         settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
@@ -31,11 +31,11 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
-    serving, asking = mesh(STORE, "there"), mesh("trainer", "here")
-    door = InterpreterDoor()
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
+    serving, asking = mesh(STORE_NAME, "there"), mesh("trainer", "here")
+    door = InProcessAuthenticator()
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
     # Who asks for what takes a moment is told to ask again.
-    keeping = WeightStore(serving, chunks, Errands(serving, answer_s=0.0))
+    keeping = WeightStore(serving, chunks, SharedTasks(serving, answer_s=0.0))
     await serving.join(keeping, bulk_address=bulk.address)
     await asking.join(None)
     yield Store(asking, chunks)

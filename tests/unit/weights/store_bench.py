@@ -12,23 +12,23 @@ from typing import Any
 import torch
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.transfer.bulk import GROUPS
-from meshrl.common.api.weights import STORE, Checkpoint, Weights
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
+from meshrl.common.api.weights import STORE_NAME, Checkpoint, Weights
 from meshrl.common.base.errors import NotFound
 from meshrl.common.base.random import Random
 from meshrl.common.job.config import BudgetConfig, JobConfig, TrainingConfig
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.mesh.runtime.seams import Seams, Terms
 from meshrl.common.state import groups, jobs, steps
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.weight_store import put
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.weight_store_client import put_chunk
 from meshrl.services.weights.store import WeightStore
-from meshrl.sim.loop import VirtualClock, VirtualLoop, run_virtual
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.server import RedisServer
-from meshrl.sim.redis.state import state_on
+from meshrl.sim.redis.server import SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_state_on
+from meshrl.sim.virtual_loop import VirtualClock, VirtualLoop, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
 
 JOB, SHARD, TRAINER = "job", "rollout/job/0", "trainer/job"
@@ -59,8 +59,8 @@ class StoreBench:
     async def open(self) -> None:
         """Starts a mesh on an empty Redis."""
         self.chunks.directory.mkdir(exist_ok=True)
-        self.redis = RedisServer(self.clock)
-        self.state = state_on(self.redis, State, self.clock)
+        self.redis = SimulatedRedisServer(self.clock)
+        self.state = open_state_on(self.redis, StateClient, self.clock)
         await self._start_store()
         self.trainer, self.shard = self.mesh(TRAINER, "trainer"), self.mesh(SHARD, "rollout")
         for mesh in (self.trainer, self.shard):
@@ -68,10 +68,10 @@ class StoreBench:
         self.bulk = BulkClient(self.trainer)
 
     async def _start_store(self) -> None:
-        self.serving = self.mesh(STORE, "weights")
+        self.serving = self.mesh(STORE_NAME, "weights")
         self.store = store = WeightStore(self.serving, self.chunks)
         await self.serving.join(store, bulk_address=self.chunks.local_address)
-        self._sweeping = asyncio.create_task(store.sweep_forever())
+        self._sweeping = asyncio.create_task(store.run_sweeper())
 
     async def _stop_store(self) -> None:
         assert not self._sweeping.done(), "the sweeps have ended"
@@ -105,15 +105,15 @@ class StoreBench:
         return Mesh(
             name,
             kind,
-            Seams(
+            MeshDependencies(
                 state=self.state,
-                transport=MemoryTransport(self.network, f"mem://{name}#{self.random.token(2)}"),
+                transport=MemoryTransport(self.network, f"mem://{name}#{self.random.hex_token(2)}"),
                 clock=self.clock,
                 random=self.random.child(name),
                 host=self.host,
             ),
             settings=MeshSettings(redis_url="simulated", run_root=str(self.root), host="one"),
-            terms=Terms(ttl_s=3600.0, renew_s=900.0),
+            terms=LeaseTerms(ttl_s=3600.0, renew_interval_s=900.0),
         )
 
     async def submit(self, job: str = JOB, **training: Any) -> None:
@@ -123,7 +123,7 @@ class StoreBench:
             training=TrainingConfig(checkpoint_every=EVERY, **training),
         )
         run_dir = self.run_dir if job == JOB else self.root / job
-        self.document = config.document()
+        self.document = config.to_document()
         await jobs.submit(self.state, job, self.document, str(run_dir), f"submit {job}")
 
     # -- versions ---------------------------------------------------------------------------------
@@ -138,14 +138,14 @@ class StoreBench:
         manifest = await self.stage(0, job=job)
         name = await self.save(0, manifest, job)
         await steps.commit_initial(
-            self.state, job, TRAINER, self.trainer.token, 0, steps.VersionNames(manifest, name)
+            self.state, job, TRAINER, self.trainer.token, 0, steps.VersionReferences(manifest, name)
         )
         return manifest
 
     async def save(self, step: int, manifest: str, job: str = JOB, lineage: int = 0) -> str:
         account = {"version": step}
         request = Checkpoint(job, lineage, step, manifest, account, {})
-        saved: str = await self.trainer.ref(STORE).call(Weights.save, request)
+        saved: str = await self.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, request)
         return saved
 
     async def commit(
@@ -159,7 +159,7 @@ class StoreBench:
             TRAINER,
             token,
             lineage,
-            steps.StepCommit(step, [], [], steps.VersionNames(manifest, checkpoint), {}, {}),
+            steps.StepCommit(step, [], [], steps.VersionReferences(manifest, checkpoint), {}, {}),
         )
 
     async def step(self, version: int, checkpoint: str) -> str:
@@ -170,7 +170,7 @@ class StoreBench:
     async def stored(self, manifest: str) -> bool:
         """Whether the store holds all of a version."""
         try:
-            await Receiver(self.trainer, self.bulk).receive(manifest)
+            await WeightReceiver(self.trainer, self.bulk).receive(manifest)
         except NotFound:
             return False
         return True
@@ -179,14 +179,14 @@ class StoreBench:
 
     async def group(self) -> str:
         """The bytes of a group that is finished but not on record yet."""
-        content = self.random.token(64).encode()
-        return await put(self.shard, BulkClient(self.shard), content, "it", space=GROUPS)
+        content = self.random.hex_token(64).encode()
+        return await put_chunk(self.shard, BulkClient(self.shard), content, "it", space=GROUPS)
 
     async def ready(self, digest: str) -> None:
         token = self.shard.token
         await jobs.set_phase(self.state, JOB, jobs.Phase.TRAINING, self.trainer.token, TRAINER)
-        [one] = await groups.admit(self.state, JOB, SHARD, token, 1, "admit")
-        await groups.group_ready(
+        [one] = await groups.admit_groups(self.state, JOB, SHARD, token, 1, "admit")
+        await groups.mark_group_ready(
             self.state, JOB, SHARD, token, groups.FinishedGroup(one.group, digest, 1, 0, 1), "ready"
         )
 
@@ -209,7 +209,7 @@ class StoreBench:
                 step,
                 [row.group for row in leased.groups],
                 [],
-                steps.VersionNames(manifest, checkpoint),
+                steps.VersionReferences(manifest, checkpoint),
                 {},
                 {},
                 covered=step,

@@ -7,14 +7,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.weights import STORE
+from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.services.weights.store import WeightStore
 from tests.meshes import on_sockets
 from tests.unit.common.weights.bulk.road import Road
@@ -37,7 +37,7 @@ class ProcessesOnHosts:
     trainer: Mesh
     way: Road
 
-    def __init__(self, root: Path, state: State) -> None:
+    def __init__(self, root: Path, state: StateClient) -> None:
         self.root, self.state = root, state
         self.meshes: list[Mesh] = []
         self.store = ChunkStore(root / "head/store")
@@ -49,10 +49,10 @@ class ProcessesOnHosts:
         self.meshes.append(made)
         return made
 
-    async def receiver(self, name: str, host: str, **more: Any) -> tuple[Mesh, Receiver]:
+    async def receiver(self, name: str, host: str, **more: Any) -> tuple[Mesh, WeightReceiver]:
         mesh = self.process(name, host, **more)
         await mesh.join(None)
-        return mesh, Receiver(mesh, BulkClient(mesh))
+        return mesh, WeightReceiver(mesh, BulkClient(mesh))
 
     @asynccontextmanager
     async def served(self, *address: str) -> AsyncIterator[None]:
@@ -61,9 +61,11 @@ class ProcessesOnHosts:
         Args:
             address: what the store says that its host is, if that is to be another than its own.
         """
-        serving = self.process(STORE, "head")
-        door = InterpreterDoor()
-        bulk = BulkServer(self.store, SystemHost(), "tcp://127.0.0.1:*", *address, door=door)
+        serving = self.process(STORE_NAME, "head")
+        door = InProcessAuthenticator()
+        bulk = BulkServer(
+            self.store, SystemHost(), "tcp://127.0.0.1:*", *address, authenticator=door
+        )
         self.service = WeightStore(serving, self.store)
         with Road(int(bulk.address.partition("#")[0].rpartition(":")[2]), 1 << 40) as self.way:
             await serving.join(self.service, bulk_address=bulk.address)

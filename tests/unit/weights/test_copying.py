@@ -16,28 +16,35 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from meshrl.common.api.weights import STORE, Checkpoint, LayOut, Weights
+from meshrl.common.api.weights import STORE_NAME, Checkpoint, CheckpointAssembly, Weights
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.digest import digest_of
-from meshrl.common.base.errors import BadMessage, Damaged, MeshError, NotFound, Refused
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.errors import BadMessage, CorruptData, MeshError, NotFound, Refused
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.records.checkpoints import (
-    STATE,
-    all_checkpoints,
-    digests_below,
-    manifest_of,
-    verified,
+    STATE_FOLDER,
+    compute_file_digests,
+    list_manifest_paths,
+    read_manifest,
+    verify_checkpoint,
 )
-from meshrl.common.records.durable_copy import Durable, DurableCopy, TakenOver
+from meshrl.common.records.durable_copy import CopyTakenOver, DurableCopy, DurableCopyRecord
 from meshrl.common.state import events, jobs, registry, steps
-from meshrl.common.state.lifecycle import deleting
-from meshrl.directory.places import MeshPlace, read_json
-from meshrl.launch.head import from_copy
-from meshrl.services.weights.copying import DAY_S, LATEST_AGAIN_S, LOOK_S, OLD_S, SILENT_S, Copying
-from meshrl.sim.mesh.job.job import config_of, document_of
-from meshrl.sim.redis.state import simulated_state
-from meshrl.view.live import tables
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.directory.directory_paths import MeshPaths, read_json
+from meshrl.launch.head import durable_restore
+from meshrl.services.weights.durable_copier import (
+    DAY_S,
+    MAX_RETRY_S,
+    OLD_JOBS_POLL_S,
+    POLL_S,
+    STALL_WARNING_S,
+    DurableCopier,
+)
+from meshrl.sim.mesh.job.job_setup import build_config, write_job
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.view.live import mesh_tables
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, TRAINER, StoreBench, on_store
@@ -53,7 +60,7 @@ class Silent(SimulatedHost):
     """Whatever blocks takes longer here than anybody waits without a word."""
 
     async def run_blocking(self, fn: Callable[..., T], *args: Any, deadline_s: float) -> T:
-        await self._clock.sleep(2 * SILENT_S)
+        await self._clock.sleep(2 * STALL_WARNING_S)
         return fn(*args)
 
 
@@ -83,15 +90,15 @@ class Copied:
         self.copy = DurableCopy(url_of(root))
 
     async def begin(self, kind: str) -> None:
-        Durable(url_of(self.root, kind), "us").write(self.store.root / "mesh")
-        config = replace(config_of(1, 1, 1, 9), name=JOB)
-        document = document_of(config, self.store.root / "packed")
-        files = bundle_files.listed(self.store.root / "packed/bundle")
-        document["bundle"] |= {"files": files, "digest": bundle_files.digest_of(files)}
+        DurableCopyRecord(url_of(self.root, kind), "us").write(self.store.root / "mesh")
+        config = replace(build_config(1, 1, 1, 9), name=JOB)
+        document = write_job(config, self.store.root / "packed")
+        files = bundle_files.list_files(self.store.root / "packed/bundle")
+        document["bundle"] |= {"files": files, "digest": bundle_files.compute_digest(files)}
         document["training"]["keep_checkpoints"] = 2
         await jobs.submit(self.store.state, JOB, document, str(self.store.run_dir), "submit")
-        self.copying = Copying(self.store.mesh("copying", "weights"))
-        self.task = asyncio.create_task(self.copying.forever())
+        self.copying = DurableCopier(self.store.mesh("copying", "weights"))
+        self.task = asyncio.create_task(self.copying.run())
 
     async def end(self) -> None:
         self.task.cancel()
@@ -102,24 +109,24 @@ class Copied:
         manifest = await self.store.stage(step)
         name = f"step-000-{step:06d}-{manifest[:8]}"
         directory = self.store.run_dir / "checkpoints" / name
-        (directory / STATE).mkdir(parents=True)
-        (directory / STATE / "a.safetensors").write_text(f"state {step}")
+        (directory / STATE_FOLDER).mkdir(parents=True)
+        (directory / STATE_FOLDER / "a.safetensors").write_text(f"state {step}")
         (directory / "tokenizer.json").write_text("always the same")
-        account = await steps.checkpoint_state(self.store.state, JOB)
+        account = await steps.read_checkpoint_state(self.store.state, JOB)
         account |= {"version": step, "cursor": 7}
-        asked = Checkpoint(JOB, 0, step, manifest, account, digests_below(directory))
-        await self.store.trainer.ref(STORE).call(Weights.save, asked)
+        asked = Checkpoint(JOB, 0, step, manifest, account, compute_file_digests(directory))
+        await self.store.trainer.ref(STORE_NAME).call(Weights.save_checkpoint, asked)
         if step:
             await self.store.commit(step, manifest, name)
         else:
             token = self.store.trainer.token
             await steps.commit_initial(
-                self.store.state, JOB, TRAINER, token, 0, steps.VersionNames(manifest, name)
+                self.store.state, JOB, TRAINER, token, 0, steps.VersionReferences(manifest, name)
             )
         return name
 
     async def look(self) -> None:
-        await self.store.clock.sleep(2 * LOOK_S)
+        await self.store.clock.sleep(2 * POLL_S)
 
     async def told(self, kind: str) -> list[dict[str, object]]:
         return [dict(e.fields) for e in await events.read_all(self.store.state) if e.kind == kind]
@@ -155,7 +162,7 @@ def test_another_mesh_goes_on_from_the_newest_committed_checkpoint(tmp_path: Pat
         assert last["checkpoint"] == name and last["job"] == JOB
         assert bench.copying.stats()["durable_checkpoints"] == 4
         # as many as the job keeps, and no file that none of them has
-        assert len(bench.copy.checkpoints(JOB)) == 2
+        assert len(bench.copy.list_checkpoints(JOB)) == 2
         states = (tmp_path / "copy").rglob("files/*")
         texts = [path.read_text() for path in states]
         assert sorted(t for t in texts if t.startswith("state")) == ["state 2", "state 3"]
@@ -163,48 +170,48 @@ def test_another_mesh_goes_on_from_the_newest_committed_checkpoint(tmp_path: Pat
 
     copied(tmp_path, story)
     shutil.rmtree(tmp_path / "mesh-a")  # the head, and its disk
-    place = MeshPlace(tmp_path / "mesh-b")
-    [run_dir] = from_copy.bring(url_of(tmp_path), place)
-    [manifest] = all_checkpoints(run_dir)
-    assert verified(manifest)["step"] == 3
+    place = MeshPaths(tmp_path / "mesh-b")
+    [run_dir] = durable_restore.fetch_runs(url_of(tmp_path), place)
+    [manifest] = list_manifest_paths(run_dir)
+    assert verify_checkpoint(manifest)["step"] == 3
     document = read_json(run_dir / "job.json")["document"]
     bundle = Path(document["bundle"]["dir"])
     assert bundle.is_relative_to(run_dir)
-    bundle_files.check(bundle, bundle_files.of(document), large=True)
+    bundle_files.check_files(bundle, bundle_files.read_file_list(document), read_large=True)
 
     async def restored() -> jobs.JobRow:
-        state = simulated_state(SystemClock())
-        tell = from_copy.to_put_back(place)
+        state = open_simulated_state(SystemClock())
+        tell = durable_restore.make_pending_restore(place)
         assert tell is not None
         await tell(state)
-        row = await jobs.job(state, JOB)
+        row = await jobs.read_job(state, JOB)
         await state.close()
         return row
 
     row = asyncio.run(restored())
     assert (row.lineage, row.version, row.checkpoint) == (1, 3, manifest.stem)
     assert row.cursor == 7 and row.run_dir == str(run_dir)
-    assert from_copy.to_put_back(place) is None  # once
+    assert durable_restore.make_pending_restore(place) is None  # once
 
 
 def test_a_head_that_comes_back_copies_nothing_any_more(tmp_path: Path) -> None:
     async def story(bench: Copied) -> None:
         await bench.checkpoint(0)
         await bench.look()
-        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+        durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
         await bench.checkpoint(1)
         await bench.look()
-        assert bench.task.done() and len(bench.copy.checkpoints(JOB)) == 1
+        assert bench.task.done() and len(bench.copy.list_checkpoints(JOB)) == 1
         assert len(await bench.told("durable_taken_over")) == 1
         assert "was taken over by another mesh" in bench.copying.stats()["durable_trouble"]
-        entries = await registry.entries(bench.store.state)
+        entries = await registry.list_entries(bench.store.state)
         told = replace(entries[0], stats=bench.copying.stats())
-        assert "was taken over by another mesh" in tables.copy_troubles([told])[0]
+        assert "was taken over by another mesh" in mesh_tables.list_copy_errors([told])[0]
 
     copied(tmp_path, story)
     with pytest.raises(Refused, match="holds the jobs of another mesh"):
-        from_copy.keep(url_of(tmp_path), MeshPlace(tmp_path / "mesh-c"))
-    from_copy.keep(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+        durable_restore.configure_durable_copy(url_of(tmp_path), MeshPaths(tmp_path / "mesh-c"))
+    durable_restore.configure_durable_copy(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
 
 
 def test_jobs_that_have_ended_do_not_go_on(tmp_path: Path) -> None:
@@ -215,7 +222,7 @@ def test_jobs_that_have_ended_do_not_go_on(tmp_path: Path) -> None:
 
     copied(tmp_path, story)
     with pytest.raises(NotFound, match="no job that goes on"):
-        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+        durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
 
 
 @story_on(copied, "tmp_path")
@@ -228,8 +235,8 @@ async def test_a_copy_that_cannot_be_written_is_told_once_and_made_up_for(
     assert len(await bench.told("durable_failed")) == 1
     assert bench.copying.stats()["durable_errors"] > 2
     (tmp_path / "copy").unlink()
-    await bench.store.clock.sleep(LATEST_AGAIN_S + 5.0)
-    assert bench.copy.checkpoints(JOB) == [name]
+    await bench.store.clock.sleep(MAX_RETRY_S + 5.0)
+    assert bench.copy.list_checkpoints(JOB) == [name]
     assert bench.copying.stats()["durable_trouble"] == ""
 
 
@@ -237,17 +244,17 @@ def test_nothing_is_written_from_the_moment_that_another_mesh_has_it(tmp_path: P
     """Also by one that has been asked to copy something before, and is slow."""
     ours, theirs = (DurableCopy(url_of(tmp_path), owner) for owner in ("us", "them"))
     assert ours.claim() and not ours.claim()
-    ours.write("jobs/j/standing.json", {"phase": "training"})
+    ours.write_document("jobs/j/standing.json", {"phase": "training"})
     theirs.take_over()
     for late in (
-        lambda: ours.write("jobs/j/standing.json", {"phase": "stopped"}),
-        lambda: ours.remove(["jobs/j/standing.json"]),
+        lambda: ours.write_document("jobs/j/standing.json", {"phase": "stopped"}),
+        lambda: ours.remove_files(["jobs/j/standing.json"]),
         lambda: ours.remove_job("j"),
         ours.claim,
     ):
-        with pytest.raises(TakenOver, match="taken over by another mesh"):
+        with pytest.raises(CopyTakenOver, match="taken over by another mesh"):
             late()
-    assert theirs.read("jobs/j/standing.json")["phase"] == "training"
+    assert theirs.read_document("jobs/j/standing.json")["phase"] == "training"
 
 
 @story_on(copied, "tmp_path")
@@ -257,7 +264,7 @@ async def test_a_copy_where_nothing_is_new_is_not_asked(bench: Copied, tmp_path:
     # nobody notices that it cannot be reached until there is something to copy
     (tmp_path / "copy").rename(tmp_path / "away")
     (tmp_path / "copy").write_text("in the way")
-    await bench.store.clock.sleep(20 * LOOK_S)
+    await bench.store.clock.sleep(20 * POLL_S)
     assert bench.copying.stats()["durable_errors"] == 0
     await bench.checkpoint(1)
     await bench.look()
@@ -270,10 +277,10 @@ async def test_a_job_that_is_deleted_leaves_the_copy(bench: Copied) -> None:
     await bench.checkpoint(0)
     await jobs.cancel(state, JOB, "stop")
     await bench.look()
-    assert bench.copy.files(JOB), "one that has ended stays as long as its records"
-    await deleting.delete(state, JOB, "delete")
+    assert bench.copy.list_file_digests(JOB), "one that has ended stays as long as its records"
+    await deletion.delete_job(state, JOB, "delete")
     await bench.look()
-    assert bench.copy.jobs() == []
+    assert bench.copy.list_jobs() == []
 
 
 @story_on(copied, "tmp_path")
@@ -281,15 +288,15 @@ async def test_jobs_that_ended_before_a_takeover_go_when_old(bench: Copied, tmp_
     us, month_ago = DurableCopy(url_of(tmp_path), "us"), bench.store.clock.wall() - 30 * DAY_S
     us.claim()
     for job, phase, at in (
-        ("old", "finished", month_ago - OLD_S),
-        ("newer", "failed", month_ago + OLD_S / 2),
+        ("old", "finished", month_ago - OLD_JOBS_POLL_S),
+        ("newer", "failed", month_ago + OLD_JOBS_POLL_S / 2),
         ("goes on", "training", 0.0),
     ):
-        us.write(f"jobs/{job}/standing.json", {"phase": phase, "at": at})
+        us.write_document(f"jobs/{job}/standing.json", {"phase": phase, "at": at})
     await bench.look()
-    assert us.jobs() == ["goes on", JOB, "newer"]
-    await bench.store.clock.sleep(OLD_S + LOOK_S)
-    assert us.jobs() == ["goes on", JOB]
+    assert us.list_jobs() == ["goes on", JOB, "newer"]
+    await bench.store.clock.sleep(OLD_JOBS_POLL_S + POLL_S)
+    assert us.list_jobs() == ["goes on", JOB]
 
 
 @story_on(copied, "tmp_path")
@@ -299,25 +306,25 @@ async def test_a_job_that_begins_under_an_earlier_ones_name_has_none_of_its_chec
     name = "step-000-000009-aaaaaaaa"
     us = DurableCopy(url_of(tmp_path), "us")
     us.claim()
-    us.write(f"jobs/{JOB}/checkpoints/{name}.json", {"files": {}})
+    us.write_document(f"jobs/{JOB}/checkpoints/{name}.json", {"files": {}})
     await bench.look()
-    assert bench.copy.checkpoints(JOB) == []
+    assert bench.copy.list_checkpoints(JOB) == []
     await bench.checkpoint(0)
     await bench.look()
-    assert len(bench.copy.checkpoints(JOB)) == 1
+    assert len(bench.copy.list_checkpoints(JOB)) == 1
 
 
 @story_on(copied, "tmp_path")
 async def test_one_job_whose_files_are_damaged_keeps_no_other_from_its_copy(bench: Copied) -> None:
     state = bench.store.state
-    broken = (await jobs.job(state, JOB)).document | {
+    broken = (await jobs.read_job(state, JOB)).document | {
         "name": "broken",
         "bundle": {"dir": "/gone", "digest": "0", "files": {"modules/a.py": [1, "0" * 64]}},
     }
     await jobs.submit(state, "a-broken", broken, "/gone", "submit it")
     name = await bench.checkpoint(0)
     await bench.store.clock.sleep(100.0)
-    assert bench.copy.checkpoints(JOB) == [name]
+    assert bench.copy.list_checkpoints(JOB) == [name]
     [told] = await bench.told("durable_failed")
     assert "/gone/modules/a.py" in str(told["error"])
 
@@ -332,9 +339,9 @@ def test_a_checkpoint_damaged_there_gives_its_place_to_the_one_before(tmp_path: 
     for path in (tmp_path / "copy").rglob("files/*"):
         if path.read_text() == "state 1":
             path.write_text("state 2")
-    [run_dir] = from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
-    [manifest] = all_checkpoints(run_dir)
-    assert verified(manifest)["step"] == 0
+    [run_dir] = durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
+    [manifest] = list_manifest_paths(run_dir)
+    assert verify_checkpoint(manifest)["step"] == 0
 
 
 def test_what_breaks_off_in_the_middle_is_no_file_of_the_copy(tmp_path: Path) -> None:
@@ -343,9 +350,9 @@ def test_what_breaks_off_in_the_middle_is_no_file_of_the_copy(tmp_path: Path) ->
     digest = "0" * 64
     (tmp_path / f"copy/jobs/{JOB}/files").mkdir(parents=True)
     (tmp_path / f"copy/jobs/{JOB}/files/{digest}.part").write_bytes(b"wh")
-    assert not copy.files(JOB)
-    copy.put(JOB, digest, source)
-    assert copy.files(JOB) == {digest}
+    assert not copy.list_file_digests(JOB)
+    copy.upload(JOB, digest, source)
+    assert copy.list_file_digests(JOB) == {digest}
     [there] = (tmp_path / f"copy/jobs/{JOB}/files").iterdir()
     assert there.read_bytes() == b"whole"
 
@@ -359,11 +366,11 @@ def test_a_job_whose_copy_had_only_begun_keeps_no_other_from_going_on(
 
     copied(tmp_path, story)
     (tmp_path / "copy/jobs/begun/files").mkdir(parents=True)
-    place = MeshPlace(tmp_path / "mesh-b")
-    runs = from_copy.bring(url_of(tmp_path), place)
+    place = MeshPaths(tmp_path / "mesh-b")
+    runs = durable_restore.fetch_runs(url_of(tmp_path), place)
     assert [run.name for run in runs] == [JOB]
     assert "begun is not in the copy as a whole" in capsys.readouterr().out
-    assert from_copy.bring(url_of(tmp_path), place) == runs, "as after an interruption"
+    assert durable_restore.fetch_runs(url_of(tmp_path), place) == runs, "as after an interruption"
 
 
 @story_on(copied, "tmp_path")
@@ -371,22 +378,22 @@ async def test_a_checkpoint_names_no_file_but_its_own(bench: Copied, tmp_path: P
     secret = tmp_path / "owner.json"
     secret.write_text("secret")
     manifest = await bench.store.stage(0)
-    account = await steps.checkpoint_state(bench.store.state, JOB)
-    store, digest = bench.store.trainer.ref(STORE), digest_of(b"secret")
+    account = await steps.read_checkpoint_state(bench.store.state, JOB)
+    store, digest = bench.store.trainer.ref(STORE_NAME), compute_digest(b"secret")
     for name in (str(secret), "state/../../../owner.json", ""):
         asked = Checkpoint(JOB, 0, 0, manifest, account, {name: digest})
         with pytest.raises(BadMessage, match="no path in a checkpoint"):
-            await store.call(Weights.save, asked)
+            await store.call(Weights.save_checkpoint, asked)
         with pytest.raises(BadMessage, match="no path in a checkpoint"):
-            laid = LayOut(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
-            await store.call(Weights.lay_out, laid)
-    assert not all_checkpoints(bench.store.run_dir)
+            laid = CheckpointAssembly(JOB, f"step-000-000000-{manifest[:8]}", {name: digest})
+            await store.call(Weights.assemble_checkpoint, laid)
+    assert not list_manifest_paths(bench.store.run_dir)
     path = bench.store.run_dir / f"checkpoints/step-000-000000-{manifest[:8]}.json"
     path.parent.mkdir(exist_ok=True)
     held = {"lineage": 0, "step": 0, "weights": manifest, "files": {str(secret): digest}}
-    path.write_bytes(sealed(held))
-    with pytest.raises(Damaged, match="lists no files of a checkpoint"):
-        manifest_of(path)
+    path.write_bytes(encode_sealed(held))
+    with pytest.raises(CorruptData, match="lists no files of a checkpoint"):
+        read_manifest(path)
 
 
 def test_the_last_checkpoint_stays_though_no_listing_tells_of_it_yet(tmp_path: Path) -> None:
@@ -396,13 +403,13 @@ def test_the_last_checkpoint_stays_though_no_listing_tells_of_it_yet(tmp_path: P
         for step in range(4):
             name = await bench.checkpoint(step)
             await bench.look()
-            assert name in bench.copy.checkpoints(JOB)
-        assert len(bench.copy.checkpoints(JOB)) <= 3, "older ones go, a look later"
+            assert name in bench.copy.list_checkpoints(JOB)
+        assert len(bench.copy.list_checkpoints(JOB)) <= 3, "older ones go, a look later"
 
     copied(tmp_path, story, kind="behind")
-    [run_dir] = from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
-    [manifest] = all_checkpoints(run_dir)
-    assert verified(manifest)["step"] == 3
+    [run_dir] = durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
+    [manifest] = list_manifest_paths(run_dir)
+    assert verify_checkpoint(manifest)["step"] == 3
 
 
 def test_a_job_whose_checkpoints_cannot_be_listed_does_not_begin_anew(tmp_path: Path) -> None:
@@ -415,22 +422,22 @@ def test_a_job_whose_checkpoints_cannot_be_listed_does_not_begin_anew(tmp_path: 
     checkpoints.rename(tmp_path / "away")
     checkpoints.symlink_to(checkpoints)  # whoever looks there gets an error
     with pytest.raises(MeshError, match="the durable copy cannot be reached"):
-        from_copy.bring(url_of(tmp_path), MeshPlace(tmp_path / "mesh-b"))
+        durable_restore.fetch_runs(url_of(tmp_path), MeshPaths(tmp_path / "mesh-b"))
 
 
 @pytest.mark.parametrize(("job", "file"), [("..", "modules/a.py"), ("j", "../../../../a.py")])
 def test_what_a_copy_names_leads_nowhere_else(tmp_path: Path, job: str, file: str) -> None:
-    copy, place = DurableCopy(url_of(tmp_path), "us"), MeshPlace(tmp_path / "mesh-b")
+    copy, place = DurableCopy(url_of(tmp_path), "us"), MeshPaths(tmp_path / "mesh-b")
     copy.claim()
     (tmp_path / "a.py").write_text("what somebody else wrote")
-    digest = digest_of(b"what somebody else wrote")
-    copy.put(job, digest, tmp_path / "a.py")
+    digest = compute_digest(b"what somebody else wrote")
+    copy.upload(job, digest, tmp_path / "a.py")
     bundle = {"digest": "b", "files": {file: [1, digest]}}
     folder = f"jobs/{job}"
-    copy.write(f"{folder}/job.json", {"job": job, "document": {"bundle": bundle}})
-    copy.write(f"{folder}/standing.json", {"phase": "training", "lineage": 0})
-    with pytest.raises(Damaged, match="is no path in a checkpoint"):
-        from_copy._fetched(copy, job, place)
+    copy.write_document(f"{folder}/job.json", {"job": job, "document": {"bundle": bundle}})
+    copy.write_document(f"{folder}/standing.json", {"phase": "training", "lineage": 0})
+    with pytest.raises(CorruptData, match="is no path in a checkpoint"):
+        durable_restore._fetch_run(copy, job, place)
     assert not place.root.exists() or not list(place.root.rglob("*.py"))
 
 
@@ -438,11 +445,11 @@ def test_what_a_copy_names_leads_nowhere_else(tmp_path: Path, job: str, file: st
 @story_on(partial(copied, silent=True), "tmp_path")
 async def test_a_url_that_hangs_is_told_once(bench: Copied) -> None:
     await bench.checkpoint(0)
-    await bench.store.clock.sleep(SILENT_S + 1.0)
+    await bench.store.clock.sleep(STALL_WARNING_S + 1.0)
     [told] = await bench.told("durable_failed")
     assert "nothing has been copied in 15 minutes" in str(told["error"])
     assert str(told["error"]) == bench.copying.stats()["durable_trouble"]
-    await bench.store.clock.sleep(20 * SILENT_S)
+    await bench.store.clock.sleep(20 * STALL_WARNING_S)
     assert len(await bench.told("durable_failed")) == 1
     assert bench.copying.stats()["durable_checkpoints"] == 1
     assert bench.copying.stats()["durable_trouble"] == ""

@@ -17,14 +17,14 @@ from structlog.testing import capture_logs
 
 from loadtests.weights.contents import staged_whole
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import NotFound
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
-from meshrl.common.weights.layout.images import Image
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.host_chunks import UNUSED_S, sweep, through
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.weights.layout.version_image import VersionImage
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.chunk_cache import MAX_UNUSED_S, fetch_through_cache, remove_unused
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.weights.storing import ProcessesOnHosts
@@ -49,18 +49,18 @@ class Hosts(ProcessesOnHosts):
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, simulated_state(SystemClock()))
+    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
     # It says that it is where the way begins: proofs are good for no other place.
     async with made.served("127.0.0.2"):
         trainer = made.trainer
         bulk_client = BulkClient(trainer)
         made.digest = await staged_whole(trainer, bulk_client, "j", 0, 0, TENSORS, most=CHUNK)
-        assert right(await Receiver(trainer, bulk_client).receive(made.digest))
+        assert right(await WeightReceiver(trainer, bulk_client).receive(made.digest))
         assert made.way.carried == 0 and not (tmp_path / "head/chunks").exists()
         yield made
 
 
-def right(image: Image) -> bool:
+def right(image: VersionImage) -> bool:
     return all(torch.equal(image.tensors[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -80,7 +80,7 @@ async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) ->
     assert figures["fetched"] == 4 and figures["found"] == 8
     assert len(hosts.files()) == 4
     for name in hosts.files():
-        hosts.store.path(name).unlink()
+        hosts.store.chunk_path(name).unlink()
     _, later = await hosts.receiver("engine/g3", "second")
     assert right(await later.receive(hosts.digest))  # nobody is asked again
 
@@ -89,7 +89,7 @@ async def test_processes_of_a_host_fetch_a_version_once_for_all(hosts: Hosts) ->
 async def test_a_damaged_one_is_fetched_again_and_never_loaded(hosts: Hosts, harm: str) -> None:
     _, first = await hosts.receiver("engine/g0", "second")
     await first.receive(hosts.digest)
-    path = hosts.kept.path(hosts.files()[0])
+    path = hosts.kept.chunk_path(hosts.files()[0])
     content = path.read_bytes()
     harmed = {
         "flipped": content[:-1] + bytes([content[-1] ^ 1]),
@@ -130,15 +130,15 @@ async def test_what_cannot_be_kept_is_passed_by(hosts: Hosts, why: str) -> None:
 async def test_what_was_not_used_for_longest_makes_room(hosts: Hosts) -> None:
     mesh = hosts.process("engine/g0", "second", chunks_bytes=3 * CHUNK)
     contents = [bytes([n]) * CHUNK for n in range(4)]
-    digests = [digest_of(content) for content in contents]
+    digests = [compute_digest(content) for content in contents]
 
     async def get(n: int) -> None:
         async def fetch() -> bytes:
             return contents[n]
 
-        assert await through(mesh, digests[n], fetch) == contents[n]
+        assert await fetch_through_cache(mesh, digests[n], fetch) == contents[n]
         used = 1_000_000_000 + next(times)
-        os.utime(hosts.kept.path(digests[n]), (used, used))
+        os.utime(hosts.kept.chunk_path(digests[n]), (used, used))
 
     times = iter(range(10))
     for n in (0, 1, 2, 0, 3):
@@ -147,15 +147,15 @@ async def test_what_was_not_used_for_longest_makes_room(hosts: Hosts) -> None:
     assert told(mesh)["found"] == 1
 
 
-async def some_there(hosts: Hosts, receiver: Receiver) -> list[str]:
+async def some_there(hosts: Hosts, receiver: WeightReceiver) -> list[str]:
     """Two chunks of the version, long unused, and two others, which are used all the time."""
-    image = Image(await receiver.manifest(hosts.digest))
-    found, others = list(image.chunks)[:2], [bytes([n]) * CHUNK for n in range(2)]
+    image = VersionImage(await receiver.fetch_manifest(hosts.digest))
+    found, others = list(image.chunk_sizes)[:2], [bytes([n]) * CHUNK for n in range(2)]
     for content in (*map(hosts.store.read, found), *others):
         hosts.kept.write(content)
     for content in others:
         ahead = hosts.meshes[0].clock.wall() + 1000
-        os.utime(hosts.kept.path(digest_of(content)), (ahead, ahead))
+        os.utime(hosts.kept.chunk_path(compute_digest(content)), (ahead, ahead))
     return found
 
 
@@ -163,7 +163,7 @@ async def test_what_a_version_needs_stays_as_long_as_there_is_anything_else(host
     mesh, receiver = await hosts.receiver("engine/g0", "second", chunks_bytes=4 * CHUNK)
     await some_there(hosts, receiver)
     image = await receiver.receive(hosts.digest)
-    assert right(image) and hosts.files() == sorted(image.chunks)
+    assert right(image) and hosts.files() == sorted(image.chunk_sizes)
     figures = told(mesh)
     assert (figures["found"], figures["fetched"]) == (2, 2)
 
@@ -174,7 +174,7 @@ async def test_a_version_without_room_beside_what_is_there_removes_none_of_it(ho
     with capture_logs() as lines:
         for _ in range(2):
             image = await receiver.receive(hosts.digest)
-            assert right(image) and image._held and image._held.isdisjoint(found)
+            assert right(image) and image._copied_chunks and image._copied_chunks.isdisjoint(found)
     [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
     assert said["log_level"] == "warning"
 
@@ -183,18 +183,18 @@ async def test_what_nobody_uses_goes_and_what_is_used_stays(hosts: Hosts) -> Non
     mesh, receiver = await hosts.receiver("engine/g0", "second")
     await receiver.receive(hosts.digest)
     used, unused, *_ = names = hosts.files()
-    long_ago = mesh.clock.wall() - 2 * UNUSED_S
-    (scratch := hosts.kept.path(used).with_name(f".{used}.of-one-that-was-killed")).touch()
-    for path in (*map(hosts.kept.path, (used, unused)), scratch):
+    long_ago = mesh.clock.wall() - 2 * MAX_UNUSED_S
+    (scratch := hosts.kept.chunk_path(used).with_name(f".{used}.of-one-that-was-killed")).touch()
+    for path in (*map(hosts.kept.chunk_path, (used, unused)), scratch):
         os.utime(path, (long_ago, long_ago))
 
     async def fetch() -> bytes:
         raise NotFound("nobody needs to ask")
 
-    assert digest_of(await through(mesh, used, fetch)) == used
-    sweep(hosts.root / "second", mesh.clock.wall())
+    assert compute_digest(await fetch_through_cache(mesh, used, fetch)) == used
+    remove_unused(hosts.root / "second", mesh.clock.wall())
     assert hosts.files() == sorted({*names} - {unused})
-    sweep(hosts.root / "head", mesh.clock.wall())
+    remove_unused(hosts.root / "head", mesh.clock.wall())
     assert hosts.store.has(unused)
 
 
@@ -213,7 +213,7 @@ class Hasty(SystemClock):
 
 async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hosts: Hosts) -> None:
     content = b"a chunk"
-    lock = hosts.kept.directory / ".locks" / digest_of(content)[:2]
+    lock = hosts.kept.directory / ".locks" / compute_digest(content)[:2]
     lock.parent.mkdir(parents=True)
     settings = hosts.process("engine/g0", "second").settings
     hasty = on_sockets("engine/g1", hosts.state, Hasty(), settings=settings)
@@ -225,8 +225,8 @@ async def test_one_who_stands_still_as_it_fetches_is_not_waited_for_for_ever(hos
     with lock.open("w") as stands:
         fcntl.flock(stands, fcntl.LOCK_EX)
         async with asyncio.timeout(scaled(60)):
-            assert await through(hasty, digest_of(content), fetch) == content
-    assert hosts.files() == [digest_of(content)]
+            assert await fetch_through_cache(hasty, compute_digest(content), fetch) == content
+    assert hosts.files() == [compute_digest(content)]
 
 
 async def test_one_who_fails_or_is_cancelled_lets_the_next_fetch(hosts: Hosts) -> None:
@@ -243,12 +243,12 @@ async def test_one_who_fails_or_is_cancelled_lets_the_next_fetch(hosts: Hosts) -
     async def fetch() -> bytes:
         return content
 
-    standing = asyncio.create_task(through(mesh, digest_of(content), stand))
+    standing = asyncio.create_task(fetch_through_cache(mesh, compute_digest(content), stand))
     await asked.wait()
     standing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await standing
     with pytest.raises(NotFound):
-        await through(mesh, digest_of(content), fail)
-    assert await through(mesh, digest_of(content), fetch) == content
-    assert told(mesh)["fetched"] == 1 and hosts.files() == [digest_of(content)]
+        await fetch_through_cache(mesh, compute_digest(content), fail)
+    assert await fetch_through_cache(mesh, compute_digest(content), fetch) == content
+    assert told(mesh)["fetched"] == 1 and hosts.files() == [compute_digest(content)]

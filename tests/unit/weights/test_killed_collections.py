@@ -17,17 +17,22 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.records.checkpoints import STATE, committed
+from meshrl.common.records.checkpoints import STATE_FOLDER, find_committed
 from meshrl.common.state import events, jobs
-from meshrl.common.state.lifecycle import deleting
-from meshrl.common.weights.chunks.verified import NAME
-from meshrl.common.weights.layout.manifest import unpacked
-from meshrl.services.weights.keeping.pins import Pin, pin
-from meshrl.services.weights.keeping.sweeping import GRACE_S, ORPHAN_S, ORPHANS_S, SWEEP_S
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.weights.chunks.verified_files import RECORD_FILE
+from meshrl.common.weights.layout.manifest import decode_manifest
+from meshrl.services.weights.retention.pins import VersionPin, pin_version
+from meshrl.services.weights.retention.sweeper import (
+    DELETION_GRACE_S,
+    ORPHAN_MIN_AGE_S,
+    ORPHAN_SCAN_INTERVAL_S,
+    SWEEP_INTERVAL_S,
+)
 from tests.load import scaled
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
-COLLECTED_S = GRACE_S + 4 * SWEEP_S
+COLLECTED_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.link", "os.truncate")
 EVERY = 4  # writes; each part of a test begins at another one
 OTHER = "other"  # a job that is deleted
@@ -61,7 +66,7 @@ async def filled(store: StoreBench) -> Needed:
     """A store with something to collect of each kind, and something to keep."""
     await store.submit(keep_checkpoints=1)
     document = store.document | {"weights": {"keep": 2, "keep_every": 3}}
-    await jobs.change(store.state, JOB, document, {}, "change")
+    await jobs.change_document(store.state, JOB, document, {}, "change")
     await store.begin()
     await store.ready(await store.group())  # which a checkpoint covers then
     first = await store.stage(1)
@@ -72,18 +77,18 @@ async def filled(store: StoreBench) -> Needed:
     await store.commit(4, fourth, await saved(store, 4, fourth))
     fifth = await store.stage(5)
     await store.commit(5, fifth, name := await saved(store, 5, fifth))
-    pin(store.chunks, JOB, second, Pin(str(store.run_dir), 0, 2))
+    pin_version(store.chunks, JOB, second, VersionPin(str(store.run_dir), 0, 2))
     await store.submit(OTHER)
     await store.begin(OTHER)
     await jobs.cancel(store.state, OTHER, "stop")
-    await deleting.delete(store.state, OTHER, "delete")
+    await deletion.delete_job(store.state, OTHER, "delete")
     return Needed([second, third, fourth, fifth], name)
 
 
 async def saved(store: StoreBench, step: int, manifest: str) -> str:
     """A checkpoint with its directory."""
     name = await store.save(step, manifest)
-    state = store.run_dir / "checkpoints" / name / STATE
+    state = store.run_dir / "checkpoints" / name / STATE_FOLDER
     state.mkdir(parents=True)
     (state / "rank-0.safetensors").write_bytes(b"state")
     return name
@@ -93,9 +98,9 @@ async def check(store: StoreBench, needed: Needed) -> None:
     """What the run goes on from is whole."""
     for manifest in needed.versions:
         assert await store.stored(manifest), manifest
-    path = committed(store.run_dir)
+    path = find_committed(store.run_dir)
     assert path is not None and path.stem == needed.checkpoint
-    verified_files = path.with_suffix("") / STATE / "rank-0.safetensors"
+    verified_files = path.with_suffix("") / STATE_FOLDER / "rank-0.safetensors"
     assert verified_files.read_bytes() == b"state"
     told = [event.fields for event in await events.read_all(store.state) if event.kind == "damaged"]
     assert told == []
@@ -104,9 +109,9 @@ async def check(store: StoreBench, needed: Needed) -> None:
 async def settled(store: StoreBench) -> set[str]:
     """The files that are left when all has been collected, also what nobody has named."""
     await store.clock.sleep(COLLECTED_S)
-    store.age(ORPHAN_S)
-    await store.clock.sleep(ORPHANS_S + COLLECTED_S)
-    found = (path for path in store.root.rglob("*") if path.is_file() and path.name != NAME)
+    store.age(ORPHAN_MIN_AGE_S)
+    await store.clock.sleep(ORPHAN_SCAN_INTERVAL_S + COLLECTED_S)
+    found = (path for path in store.root.rglob("*") if path.is_file() and path.name != RECORD_FILE)
     names = {str(path.relative_to(store.root)) for path in found}
     return {name for name in names if not name.startswith(f"{OTHER}/")}  # its run's directory stays
 
@@ -157,13 +162,13 @@ def run_killed(root: Path, at: int) -> tuple[bool, set[str], set[str]]:
 
 def must(store: StoreBench, needed: Needed) -> set[str]:
     """The files of what is needed, and none else."""
-    manifests = {digest: unpacked(store.chunks.read(digest)) for digest in needed.versions}
+    manifests = {digest: decode_manifest(store.chunks.read(digest)) for digest in needed.versions}
     digests = set(manifests)
     digests |= {tensor.chunk for one in manifests.values() for tensor in one.tensors}
     name = f"checkpoints/{needed.checkpoint}"
     own = {f"store/{digest[:2]}/{digest}" for digest in digests}
     own |= {f"store/jobs/{JOB}.json", f"store/pins/{JOB}/{needed.versions[0]}.json"}
-    return own | {f"{name}.json", f"{name}/{STATE}/rank-0.safetensors"}
+    return own | {f"{name}.json", f"{name}/{STATE_FOLDER}/rank-0.safetensors"}
 
 
 def run_all(root: Path, first: int) -> None:

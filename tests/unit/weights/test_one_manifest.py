@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.common.api.weights import STORE, Manifest, Tensor, Weights
+from meshrl.common.api.weights import STORE_NAME, Manifest, TensorPiece, Weights
 from meshrl.common.base.errors import AlreadyCommitted
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.state import jobs, steps
-from meshrl.common.state.redis.client import State
-from meshrl.services.weights.keeping.records import JobRecords
-from meshrl.services.weights.keeping.retention import Number
+from meshrl.common.state.redis.client import StateClient
+from meshrl.services.weights.retention.job_records import JobRecords
+from meshrl.services.weights.retention.policy import VersionNumber
 from tests.contract.state.state_bench import JOB, TRAINER, Bench, document
 from tests.unit.weights.storing import Store
 
@@ -24,19 +24,21 @@ def version(store: Store, number: int, fill: int, lineage: int = 0) -> Manifest:
     """Other weights for another `fill`."""
     content = np.full(8, fill, np.uint8).tobytes()
     chunk = store.chunks.write(content)
-    return Manifest(JOB, lineage, number, [Tensor("w", "U8", [8], chunk, 0, 8, 0, 0, 8)])
+    return Manifest(JOB, lineage, number, [TensorPiece("w", "U8", [8], chunk, 0, 8, 0, 0, 8)])
 
 
 async def stage(store: Store, request: Manifest) -> str:
-    staged: str = await store.mesh.ref(STORE).call(Weights.stage, request)
+    staged: str = await store.mesh.ref(STORE_NAME).call(Weights.stage_version, request)
     return staged
 
 
-async def committed(state: State, manifest: str) -> None:
+async def committed(state: StateClient, manifest: str) -> None:
     """Redis has a job whose version 0 is this."""
     token = await Bench(state, None).seat(TRAINER)
     await jobs.submit(state, JOB, document(), "/runs/job", uuid.uuid4().hex)
-    await steps.commit_initial(state, JOB, TRAINER, token, 0, steps.VersionNames(manifest, "c0"))
+    await steps.commit_initial(
+        state, JOB, TRAINER, token, 0, steps.VersionReferences(manifest, "c0")
+    )
 
 
 async def test_a_second_manifest_for_a_committed_version_is_refused(store: Store) -> None:
@@ -58,7 +60,7 @@ async def test_it_is_refused_when_redis_has_gone_back_too(store: Store) -> None:
     first = await stage(store, version(store, 0, 1))
     await committed(store.mesh.state, first)
     await stage(store, version(store, 1, 2))
-    await store.mesh.state.command("DEL", f"{{{JOB}}}:job")
+    await store.mesh.state.run_command("DEL", f"{{{JOB}}}:job")
     with pytest.raises(AlreadyCommitted, match=first):
         await stage(store, version(store, 0, 3))
 
@@ -69,5 +71,5 @@ async def test_a_commit_is_on_record_for_the_next_start(store: Store, tmp_path: 
     await stage(store, version(store, 1, 2))
     shutil.copytree(store.chunks.directory / "jobs", tmp_path / "copy")
     again = JobRecords(SystemHost(), tmp_path / "copy")
-    assert await again.open() == []
-    assert again.of(JOB).conflict(Number(0, 0), "other") == first
+    assert await again.load() == []
+    assert again.get_or_create(JOB).find_conflict(VersionNumber(0, 0), "other") == first

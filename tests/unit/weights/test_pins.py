@@ -10,28 +10,35 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.api.weights import Manifest, Tensor
+from meshrl.common.api.weights import Manifest, TensorPiece
 from meshrl.common.base.errors import AlreadyCommitted, NotFound, QuotaExceeded, from_wire, to_wire
-from meshrl.common.mesh.runtime.patience import waited_for
+from meshrl.common.mesh.runtime.retry_policy import describe_wait
 from meshrl.common.state import events, jobs
 from meshrl.common.state.events import Event
-from meshrl.common.state.jobs import COUNTS, JobRow
-from meshrl.common.state.lifecycle import deleting
-from meshrl.services.weights.keeping.pins import Pin, all_pins, names, pin, pins, unpin
-from meshrl.services.weights.keeping.retention import (
-    Number,
-    awaited,
-    chain,
-    expired,
-    lasting,
-    pinned,
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.state.jobs import COUNT_FIELDS, JobRow
+from meshrl.services.weights.retention.pins import (
+    VersionPin,
+    list_chunks,
+    pin_version,
+    read_all_pins,
+    read_pins,
+    unpin_version,
 )
-from meshrl.services.weights.keeping.sweeping import GRACE_S, SWEEP_S
-from meshrl.view.history import news
+from meshrl.services.weights.retention.policy import (
+    VersionNumber,
+    find_ancestors,
+    find_awaited,
+    find_expired,
+    find_permanent,
+    find_requested,
+)
+from meshrl.services.weights.retention.sweeper import DELETION_GRACE_S, SWEEP_INTERVAL_S
+from meshrl.view.history import event_text
 from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
-LONG_S = GRACE_S + 4 * SWEEP_S
+LONG_S = DELETION_GRACE_S + 4 * SWEEP_INTERVAL_S
 
 
 async def begun(store: StoreBench, **weights: float) -> str:
@@ -48,12 +55,12 @@ async def begun(store: StoreBench, **weights: float) -> str:
 async def asked(store: StoreBench, **weights: float) -> None:
     """The job asks for another `[weights]` from now on."""
     document = store.document | {"weights": store.document["weights"] | weights}
-    await jobs.change(store.state, JOB, document, {}, f"change {weights}")
+    await jobs.change_document(store.state, JOB, document, {}, f"change {weights}")
 
 
 def held(store: StoreBench, manifest: str, version: int) -> None:
-    made = Pin(str(store.run_dir), 0, version, "for the paper", 12.0)
-    pin(store.chunks, JOB, manifest, made)
+    made = VersionPin(str(store.run_dir), 0, version, "for the paper", 12.0)
+    pin_version(store.chunks, JOB, manifest, made)
 
 
 @story_on(on_store, "tmp_path")
@@ -66,9 +73,9 @@ async def test_a_pinned_version_stays_until_it_is_unpinned(store: StoreBench) ->
     await store.restart_store()
     await store.clock.sleep(LONG_S)
     assert await store.stored(second)
-    assert pins(store.chunks.directory, JOB)[second].note == "for the paper"
-    assert unpin(store.chunks.directory, JOB, second)
-    assert not unpin(store.chunks.directory, JOB, second), "there is nothing left to do"
+    assert read_pins(store.chunks.directory, JOB)[second].note == "for the paper"
+    assert unpin_version(store.chunks.directory, JOB, second)
+    assert not unpin_version(store.chunks.directory, JOB, second), "there is nothing left to do"
     await store.clock.sleep(LONG_S)
     assert not await store.stored(second)
 
@@ -78,27 +85,29 @@ async def test_a_version_that_is_about_to_go_can_still_be_pinned(store: StoreBen
     name = await begun(store)
     second = await store.step(2, name)
     await store.step(3, name)
-    await store.clock.sleep(GRACE_S - SWEEP_S)  # it is struck off, and its chunks are there
+    await store.clock.sleep(
+        DELETION_GRACE_S - SWEEP_INTERVAL_S
+    )  # it is struck off, and its chunks are there
     held(store, second, 2)
     await store.clock.sleep(LONG_S)
     assert await store.stored(second)
-    unpin(store.chunks.directory, JOB, second)
+    unpin_version(store.chunks.directory, JOB, second)
     await store.clock.sleep(LONG_S)
     assert not await store.stored(second)
     with pytest.raises(NotFound, match=second):
         held(store, second, 2)
-    assert all_pins(store.chunks.directory) == {}, "what is not there is not pinned"
+    assert read_all_pins(store.chunks.directory) == {}, "what is not there is not pinned"
 
 
 @story_on(on_store, "tmp_path")
 async def test_a_version_that_has_lost_a_chunk_is_not_pinned(store: StoreBench) -> None:
     name = await begun(store)
     second = await store.step(2, name)
-    [chunk] = names(await store.store._manifest(second))
-    store.chunks.path(chunk).unlink()
+    [chunk] = list_chunks(await store.store._read_manifest(second))
+    store.chunks.chunk_path(chunk).unlink()
     with pytest.raises(NotFound, match="meshrl weights list"):
         held(store, second, 2)
-    assert all_pins(store.chunks.directory) == {}
+    assert read_all_pins(store.chunks.directory) == {}
 
 
 @story_on(on_store, "tmp_path")
@@ -112,7 +121,7 @@ async def test_pins_outlive_the_job_and_redis(store: StoreBench) -> None:
     assert await store.stored(second)
     await store.submit()
     await jobs.cancel(store.state, JOB, "stop")
-    await deleting.delete(store.state, JOB, "delete")
+    await deletion.delete_job(store.state, JOB, "delete")
     await store.clock.sleep(LONG_S)
     assert await store.stored(second)
 
@@ -145,10 +154,10 @@ async def test_a_version_beyond_the_quota_waits_and_is_told_before(store: StoreB
     name = await begun(store, quota_gb=four)
     second = await store.step(2, name)
     held(store, second, 2)
-    await store.clock.sleep(2 * SWEEP_S)
+    await store.clock.sleep(2 * SWEEP_INTERVAL_S)
     assert not await told(store)
     await store.step(3, name)
-    await store.clock.sleep(2 * SWEEP_S)
+    await store.clock.sleep(2 * SWEEP_INTERVAL_S)
     [near] = await told(store)
     assert (near["held"], near["next"], near["quota"]) == (128, 32, 128)
     assert "128" not in store.store.stats()["quota_trouble"]
@@ -156,9 +165,9 @@ async def test_a_version_beyond_the_quota_waits_and_is_told_before(store: StoreB
     staging = asyncio.create_task(store.stage(4))
     await store.clock.sleep(LONG_S)
     assert not staging.done() and store.store.stats()["quota_refused"] > 0
-    assert unpin(store.chunks.directory, JOB, second)
+    assert unpin_version(store.chunks.directory, JOB, second)
     await store.commit(4, await staging, name)
-    await store.clock.sleep(2 * SWEEP_S)
+    await store.clock.sleep(2 * SWEEP_INTERVAL_S)
     assert len(await told(store)) == 1, "once each time"
 
 
@@ -177,7 +186,7 @@ def test_a_version_refused_for_long_is_told_once_and_swept_ever_more_rarely(tmp_
         await store.clock.sleep(LONG_S)
         stats = store.store.stats()
         assert stats["quota_refused"] > 100, "its trainer has asked again and again"
-        assert stats["sweeps"] - before <= LONG_S / SWEEP_S + 8
+        assert stats["sweeps"] - before <= LONG_S / SWEEP_INTERVAL_S + 8
         assert "with version 4" in stats["quota_trouble"] and "waits" in stats["quota_trouble"]
         [refused] = await told(store, "weights_refused")
         assert (refused["job"], refused["version"], refused["held"]) == (JOB, 4, 160)
@@ -185,11 +194,11 @@ def test_a_version_refused_for_long_is_told_once_and_swept_ever_more_rarely(tmp_
         assert "version 4" in line(store, refused) and "unpin" in line(store, refused)
         await asked(store, quota_gb=1.0)
         await store.commit(4, await staging, name)
-        await store.clock.sleep(2 * SWEEP_S)
+        await store.clock.sleep(2 * SWEEP_INTERVAL_S)
         assert store.store.stats()["quota_trouble"] == ""
 
     def line(store: StoreBench, fields: dict[str, object]) -> str:
-        return news.told(Event("1-0", 0, "weights_refused", fields))
+        return event_text.format_event(Event("1-0", 0, "weights_refused", fields))
 
     on_store(tmp_path, story)
 
@@ -199,11 +208,11 @@ async def test_what_a_job_that_is_over_was_refused_is_no_trouble(store: StoreBen
     name = await begun(store, quota_gb=3 * 32 / (1 << 30))
     held(store, await store.step(2, name), 2)
     staging = asyncio.create_task(store.stage(3))
-    await store.clock.sleep(SWEEP_S)
+    await store.clock.sleep(SWEEP_INTERVAL_S)
     assert "waits" in store.store.stats()["quota_trouble"]
     staging.cancel()
     await jobs.cancel(store.state, JOB, "stop")
-    await store.clock.sleep(2 * SWEEP_S)
+    await store.clock.sleep(2 * SWEEP_INTERVAL_S)
     assert store.store.stats()["quota_trouble"] == ""
 
 
@@ -212,7 +221,7 @@ async def test_a_version_committed_otherwise_does_not_wait_for_room(store: Store
     second = await store.step(2, await begun(store))
     await asked(store, quota_gb=32 / (1 << 30))
     with pytest.raises(AlreadyCommitted, match=second):
-        await store.store.stage(offered(store, 2))
+        await store.store.stage_version(offered(store, 2))
 
 
 @story_on(on_store, "tmp_path")
@@ -221,53 +230,53 @@ async def test_a_version_of_a_job_that_is_over_is_refused(store: StoreBench) -> 
     await asked(store, quota_gb=32 / (1 << 30))
     await jobs.cancel(store.state, JOB, "stop")
     with pytest.raises(QuotaExceeded, match="with version 3 the versions of"):
-        await store.store.stage(offered(store, 3))
+        await store.store.stage_version(offered(store, 3))
 
 
 def offered(store: StoreBench, version: int) -> Manifest:
     """Weights that no step made, beside the versions of the bench."""
     chunk = store.chunks.write(bytes(32))
-    return Manifest(JOB, 0, version, [Tensor("other", "F32", [8], chunk, 0, 32, 0, 0, 8)])
+    return Manifest(JOB, 0, version, [TensorPiece("other", "F32", [8], chunk, 0, 32, 0, 0, 8)])
 
 
 def test_who_waits_for_a_quota_says_so() -> None:
     code, text = to_wire(QuotaExceeded("with version 4 the versions of j have 5 GiB"))
-    what, on = waited_for(from_wire(code, text))
+    what, on = describe_wait(from_wire(code, text))
     assert on == "quota" and "versions of j have 5 GiB" in what
 
 
-LINEAR = {f"0.{n}": Number(0, n) for n in range(13)}
+LINEAR = {f"0.{n}": VersionNumber(0, n) for n in range(13)}
 
 
 def test_the_newest_and_each_kth_stay() -> None:
-    kept = lasting(LINEAR, Number(0, 11), {"keep": 2, "keep_every": 4})
+    kept = find_requested(LINEAR, VersionNumber(0, 11), {"keep": 2, "keep_every": 4})
     assert kept == {"0.10": "keep", "0.11": "keep", "0.4": "keep_every", "0.8": "keep_every"}
 
 
 def test_without_the_table_the_current_one_stays() -> None:
-    assert lasting(LINEAR, Number(0, 5), {}) == {"0.5": "keep"}
-    assert lasting({}, Number(0, -1), {"keep": 3}) == {}
+    assert find_requested(LINEAR, VersionNumber(0, 5), {}) == {"0.5": "keep"}
+    assert find_requested({}, VersionNumber(0, -1), {"keep": 3}) == {}
 
 
 def test_what_a_new_lineage_has_left_behind_counts_no_more() -> None:
-    versions = LINEAR | {"1.5": Number(1, 5), "1.6": Number(1, 6)}
-    kept = lasting(versions, Number(1, 6), {"keep": 3, "keep_every": 4})
+    versions = LINEAR | {"1.5": VersionNumber(1, 5), "1.6": VersionNumber(1, 6)}
+    kept = find_requested(versions, VersionNumber(1, 6), {"keep": 3, "keep_every": 4})
     assert set(kept) == {"0.4", "1.5", "1.6"}, "8 and 12 of the lineage before lead nowhere"
 
 
 def test_a_version_that_was_staged_twice_stays_twice() -> None:
-    versions = {"a": Number(0, 1), "b": Number(0, 1)}
-    assert chain(versions, Number(0, 1)) == {1: ["a", "b"]}
+    versions = {"a": VersionNumber(0, 1), "b": VersionNumber(0, 1)}
+    assert find_ancestors(versions, VersionNumber(0, 1)) == {1: ["a", "b"]}
 
 
-numbers = st.builds(Number, st.integers(0, 3), st.integers(0, 20))
+numbers = st.builds(VersionNumber, st.integers(0, 3), st.integers(0, 20))
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), numbers), numbers, st.integers(1, 6))
 def test_of_each_number_up_to_the_current_one_the_last_lineage_counts(
-    versions: dict[str, Number], current: Number, keep: int
+    versions: dict[str, VersionNumber], current: VersionNumber, keep: int
 ) -> None:
-    led = chain(versions, current)
+    led = find_ancestors(versions, current)
     reachable = {
         m: n
         for m, n in versions.items()
@@ -276,8 +285,10 @@ def test_of_each_number_up_to_the_current_one_the_last_lineage_counts(
     assert sorted(led) == sorted({n.version for n in reachable.values()})
     for number, manifests in led.items():
         best = max(n.lineage for n in reachable.values() if n.version == number)
-        assert set(manifests) == {m for m, n in reachable.items() if n == Number(best, number)}
-    kept = lasting(versions, current, {"keep": keep})
+        assert set(manifests) == {
+            m for m, n in reachable.items() if n == VersionNumber(best, number)
+        }
+    kept = find_requested(versions, current, {"keep": keep})
     assert {versions[m].version for m in kept} == set(sorted(led)[-keep:])
 
 
@@ -285,19 +296,19 @@ NAMES = [f"step-000-{n:06d}" for n in range(6)]
 
 
 def test_the_committed_checkpoint_and_those_just_before_it_stay() -> None:
-    assert expired(NAMES[:5], NAMES[4], keep=3) == NAMES[:2]
+    assert find_expired(NAMES[:5], NAMES[4], keep_count=3) == NAMES[:2]
 
 
 def test_a_checkpoint_whose_step_is_being_committed_stays() -> None:
-    assert NAMES[5] not in expired(NAMES, NAMES[4], keep=1)
+    assert NAMES[5] not in find_expired(NAMES, NAMES[4], keep_count=1)
 
 
 def test_nothing_goes_while_nothing_is_committed() -> None:
-    assert expired(NAMES, "", keep=1) == []
+    assert find_expired(NAMES, "", keep_count=1) == []
 
 
 def test_the_committed_one_stays_even_if_none_is_asked_for() -> None:
-    assert expired(NAMES, NAMES[5], keep=0) == NAMES[:5]
+    assert find_expired(NAMES, NAMES[5], keep_count=0) == NAMES[:5]
 
 
 def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobRow:
@@ -307,7 +318,7 @@ def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobR
         "budget": {"steps": 10},
     }
     whole: dict[str, Any] = dict.fromkeys(
-        ("lineage", "version", "steps_done", "cursor", "admitted", *COUNTS), 0
+        ("lineage", "version", "steps_done", "cursor", "admitted", *COUNT_FIELDS), 0
     )
     text: dict[str, Any] = {
         "id": "j",
@@ -322,7 +333,7 @@ def row(reference: str, lineage: int = 0, version: int = 0, **more: str) -> JobR
 
 
 def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -> None:
-    assert pinned(row("initial", initial_manifest="first", best_manifest="best")) == {
+    assert find_permanent(row("initial", initial_manifest="first", best_manifest="best")) == {
         "now",
         "best",
         "first",
@@ -330,19 +341,21 @@ def test_the_current_the_best_and_a_first_version_that_is_the_reference_stay() -
 
 
 def test_a_first_version_that_nobody_compares_with_may_go() -> None:
-    assert pinned(row("", initial_manifest="first")) == {"now"}
-    assert pinned(row("initial", manifest="")) == set()
+    assert find_permanent(row("", initial_manifest="first")) == {"now"}
+    assert find_permanent(row("initial", manifest="")) == set()
 
 
-VERSIONS = {f"{lineage}.{n}": Number(lineage, n) for lineage in range(3) for n in range(11)}
+VERSIONS = {f"{lineage}.{n}": VersionNumber(lineage, n) for lineage in range(3) for n in range(11)}
 
 
 def test_staged_versions_and_the_newest_that_a_checkpoint_is_written_of_are_awaited() -> None:
     later = {f"2.{n}" for n in range(11)}
-    assert awaited(row("", 1, 6), VERSIONS) == {"1.4", "1.7", "1.8", "1.9", "1.10"} | later
-    assert awaited(row("", 1, 8), VERSIONS) == {"1.8", "1.9", "1.10"} | later
-    assert awaited(row("", 1, 10), VERSIONS) == {"1.10"} | later, "the last step's is written too"
+    assert find_awaited(row("", 1, 6), VERSIONS) == {"1.4", "1.7", "1.8", "1.9", "1.10"} | later
+    assert find_awaited(row("", 1, 8), VERSIONS) == {"1.8", "1.9", "1.10"} | later
+    assert find_awaited(row("", 1, 10), VERSIONS) == {"1.10"} | later, (
+        "the last step's is written too"
+    )
 
 
 def test_before_the_first_commit_all_that_was_staged_is_awaited() -> None:
-    assert awaited(row("", 0, -1), VERSIONS) == set(VERSIONS)
+    assert find_awaited(row("", 0, -1), VERSIONS) == set(VERSIONS)

@@ -18,18 +18,18 @@ from structlog.testing import capture_logs
 from loadtests.weights.contents import staged_whole
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.blob import pack
-from meshrl.common.base.errors import BadMessage, Damaged, NotFound, PeerLost
+from meshrl.common.base.errors import BadMessage, CorruptData, NotFound, PeerLost
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
-from meshrl.common.weights.chunks import verified
-from meshrl.common.weights.chunks.verified import NAME, TRUSTED_S, Verified
-from meshrl.common.weights.layout.images import Image
-from meshrl.common.weights.layout.manifest import Rows
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.host_chunks import WantedVersion
-from meshrl.common.weights.ways.bringing import Bringing
+from meshrl.common.weights.chunks import verified_files
+from meshrl.common.weights.chunks.verified_files import RECORD_FILE, TRUST_DURATION_S, VerifiedFiles
+from meshrl.common.weights.layout.manifest import RowRange
+from meshrl.common.weights.layout.version_image import VersionImage
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.common.weights.transports.version_fetcher import VersionFetcher
 from meshrl.services.weights.export import read_tensors
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.unit.weights.storing import ProcessesOnHosts, Store
 
@@ -55,14 +55,14 @@ class Hosts(ProcessesOnHosts):
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, simulated_state(SystemClock()))
+    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
     made.store.directory.mkdir(parents=True)
     async with made.served():
         made.digest = await made.stage(TENSORS)
         yield made
 
 
-def right(image: Image) -> bool:
+def right(image: VersionImage) -> bool:
     return image.tensors.keys() == TENSORS.keys() and all(
         torch.equal(image.tensors[name], tensor) for name, tensor in TENSORS.items()
     )
@@ -79,11 +79,11 @@ async def test_a_version_is_hashed_when_stored_and_mapped_by_all(hosts: Hosts, h
     assert all(map(right, images)) and all(image.joined_bytes == 0 for image in images)
     assert hashed(*(mesh for mesh, _ in made)) == 0
     mesh, late = await hosts.receiver("engine/g3", host)
-    assert right(await late.receive(hosts.digest, fresh=True)) and hashed(mesh) == SIZE
+    assert right(await late.receive(hosts.digest, rehash=True)) and hashed(mesh) == SIZE
 
 
 async def test_a_version_without_a_record_is_hashed_once_for_all_processes(hosts: Hosts) -> None:
-    (hosts.store.directory / NAME).unlink()
+    (hosts.store.directory / RECORD_FILE).unlink()
     made = [await hosts.receiver(f"engine/g{n}", "head") for n in range(3)]
     assert all(map(right, await asyncio.gather(*(one.receive(hosts.digest) for _, one in made))))
     assert hashed(*(mesh for mesh, _ in made)) == SIZE
@@ -93,11 +93,11 @@ async def test_a_version_without_a_record_is_hashed_once_for_all_processes(hosts
 async def test_a_file_that_was_written_to_is_hashed_again(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
     image = await receiver.receive(hosts.digest)
-    path = hosts.store.path(damaged := next(iter(image.chunks)))
+    path = hosts.store.chunk_path(damaged := next(iter(image.chunk_sizes)))
     first = path.read_bytes()[0]
     with path.open("r+b") as file:
         file.write(bytes([first ^ 1]))
-    with pytest.raises(Damaged, match="not what its name says"):
+    with pytest.raises(CorruptData, match="not what its name says"):
         await receiver.receive(hosts.digest)
     assert not hosts.store.has(damaged)  # the store has set it aside
     with pytest.raises(NotFound):
@@ -111,8 +111,8 @@ async def test_a_version_collected_meanwhile_leaves_nothing_behind(hosts: Hosts,
     """And whoever has it open keeps it."""
     _, receiver = await hosts.receiver("engine/g0", "head")
     there = await receiver.receive(hosts.digest)
-    for digest in there.chunks:
-        hosts.store.path(digest).unlink()
+    for digest in there.chunk_sizes:
+        hosts.store.chunk_path(digest).unlink()
     _, late = await hosts.receiver("engine/g1", host)
     with pytest.raises(NotFound):
         await late.receive(hosts.digest)
@@ -129,15 +129,15 @@ class Lost:
     async def publish(self, manifest: str) -> None:
         raise PeerLost("nobody is there")
 
-    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
+    async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
         raise PeerLost("nobody is there")
 
 
 async def test_what_comes_chunk_by_chunk_is_mapped_where_it_is_kept(hosts: Hosts) -> None:
     mesh, _ = await hosts.receiver("engine/g0", "second")
-    receiver = Receiver(mesh, BulkClient(mesh), Bringing(mesh, [Lost()]))
+    receiver = WeightReceiver(mesh, BulkClient(mesh), VersionFetcher(mesh, [Lost()]))
     image = await receiver.receive(hosts.digest)
-    assert right(image) and not image._held
+    assert right(image) and not image._copied_chunks
 
 
 async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> None:
@@ -145,15 +145,15 @@ async def test_a_host_without_room_for_a_version_says_so_once(hosts: Hosts) -> N
     with capture_logs() as lines:
         for _ in range(3):
             image = await receiver.receive(hosts.digest)
-            assert right(image) and image._held
+            assert right(image) and image._copied_chunks
     [said] = [line for line in lines if line["event"].startswith("no room for weights: each")]
     assert said["log_level"] == "warning"
 
 
 async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
-    [one, *_] = (await receiver.manifest(hosts.digest)).tensors
-    with hosts.store.path(one.chunk).open("rb") as stands:
+    [one, *_] = (await receiver.fetch_manifest(hosts.digest)).tensors
+    with hosts.store.chunk_path(one.chunk).open("rb") as stands:
         fcntl.flock(stands, fcntl.LOCK_EX)
         async with asyncio.timeout(scaled(60)):
             assert right(await receiver.receive(hosts.digest))
@@ -161,8 +161,8 @@ async def test_one_who_stands_still_as_it_hashes_is_not_waited_for(hosts: Hosts)
 
 async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
-    [one, *_] = (await receiver.manifest(hosts.digest)).tensors
-    with hosts.store.path(one.chunk).open("rb") as held:
+    [one, *_] = (await receiver.fetch_manifest(hosts.digest)).tensors
+    with hosts.store.chunk_path(one.chunk).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = asyncio.create_task(receiver.receive(hosts.digest))
         await asyncio.sleep(0.05)
@@ -174,10 +174,10 @@ async def test_who_is_cancelled_leaves_no_lock(hosts: Hosts) -> None:
 
 async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) -> None:
     mesh, receiver = await hosts.receiver("rank/0", "second")
-    rows = Rows(0, 0, 10)
+    rows = RowRange(0, 0, 10)
     image = await receiver.receive(hosts.digest, {"embedding": rows, "norm": None})
     fetched = mesh.telemetry.counters["chunks_fetched_bytes"]
-    assert fetched == sum(image.chunks.values()) < SIZE
+    assert fetched == sum(image.chunk_sizes.values()) < SIZE
     target = torch.zeros_like(TENSORS["embedding"])
     image.copy_into("embedding", target)
     assert torch.equal(target[:10], TENSORS["embedding"][:10])
@@ -186,7 +186,7 @@ async def test_rows_of_a_tensor_bring_the_chunks_that_they_lie_in(hosts: Hosts) 
 
 async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("engine/g0", "head")
-    manifest = await receiver.manifest(hosts.digest)
+    manifest = await receiver.fetch_manifest(hosts.digest)
     pieces = [replace(piece, dim=0, begin=0, end=-1) for piece in manifest.tensors]
     old = replace(manifest, tensors=pieces, format=1, sha256="", image="", version=7)
     with pytest.raises(BadMessage, match="format 1"):
@@ -195,9 +195,9 @@ async def test_a_manifest_of_format_1_is_refused(hosts: Hosts) -> None:
 
 async def test_a_version_is_read_without_being_in_memory_at_once(hosts: Hosts) -> None:
     _, receiver = await hosts.receiver("trainer/k", "head")
-    source = await receiver.source(hosts.digest)
+    source = await receiver.open_tensor_source(hosts.digest)
     for name in TENSORS:
-        found = await source.some([name])
+        found = await source.read_tensors([name])
         assert torch.equal(found[name], TENSORS[name])
         assert resident(hosts.store.directory) <= TENSORS[name].nbytes + 4 * CHUNK
 
@@ -217,35 +217,43 @@ def test_a_record_is_of_one_file_as_it_was_and_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    one, other = (Verified(tmp_path / NAME, lambda: now[0]) for _ in range(2))
+    one, other = (VerifiedFiles(tmp_path / RECORD_FILE, lambda: now[0]) for _ in range(2))
     path = tmp_path / "chunk"
     path.write_bytes(b"content")
-    one.note("digest", path)
-    assert one.knows("digest", path.stat()) and other.knows("digest", path.stat())
-    assert not one.knows("another", path.stat())
-    for later, trusted in ((TRUSTED_S, True), (TRUSTED_S + 1, False), (-1.0, False)):
+    one.record("digest", path)
+    assert one.is_verified("digest", path.stat()) and other.is_verified("digest", path.stat())
+    assert not one.is_verified("another", path.stat())
+    for later, trusted in ((TRUST_DURATION_S, True), (TRUST_DURATION_S + 1, False), (-1.0, False)):
         now[0] = 1000.0 + later
-        assert one.knows("digest", path.stat()) == other.knows("digest", path.stat()) == trusted
+        assert (
+            one.is_verified("digest", path.stat())
+            == other.is_verified("digest", path.stat())
+            == trusted
+        )
     now[0] = 1000.0
-    monkeypatch.setattr(verified, "BOOT", tmp_path / "boot")
+    monkeypatch.setattr(verified_files, "BOOT_ID_PATH", tmp_path / "boot")
     (tmp_path / "boot").write_text("another one\n")
-    assert not Verified(tmp_path / NAME, lambda: 1000.0).knows("digest", path.stat())
+    assert not VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0).is_verified(
+        "digest", path.stat()
+    )
     stat = path.stat()
     path.write_bytes(b"CONTENT")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert not one.knows("digest", path.stat()) and not other.knows("digest", path.stat())
+    assert not one.is_verified("digest", path.stat()) and not other.is_verified(
+        "digest", path.stat()
+    )
 
 
 @pytest.mark.parametrize("harm", [b"", b"half a li", b"\xff\xfe\n\n \n", b"digest 1 2 3 4 5 6\n"])
 def test_lines_that_nobody_wrote_are_nothing_known(tmp_path: Path, harm: bytes) -> None:
-    (tmp_path / NAME).write_bytes(harm)
+    (tmp_path / RECORD_FILE).write_bytes(harm)
     path = tmp_path / "chunk"
     path.write_bytes(b"content")
-    known = Verified(tmp_path / NAME, lambda: 1000.0)
-    assert not known.knows("digest", path.stat())
-    known.note("digest", path)
-    known.note("digest", path)  # the first one goes on in a line that was torn
-    assert Verified(tmp_path / NAME, lambda: 1000.0).knows("digest", path.stat())
+    known = VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0)
+    assert not known.is_verified("digest", path.stat())
+    known.record("digest", path)
+    known.record("digest", path)  # the first one goes on in a line that was torn
+    assert VerifiedFiles(tmp_path / RECORD_FILE, lambda: 1000.0).is_verified("digest", path.stat())
 
 
 MOST = 1000  # bytes: stands for the limit of a chunk, and for that of the bulk port
@@ -260,15 +268,15 @@ LARGE = {
 
 
 async def test_a_tensor_larger_than_the_bulk_port_takes_travels_in_pieces(store: Store) -> None:
-    bulk = BulkClient(store.mesh, largest_bytes=MOST)
+    bulk = BulkClient(store.mesh, max_bytes=MOST)
     digest = await staged_whole(store.mesh, bulk, "job", 0, 0, LARGE, most=MOST)
-    image = await Receiver(store.mesh, bulk).receive(digest)
+    image = await WeightReceiver(store.mesh, bulk).receive(digest)
     assert image.tensors.keys() == LARGE.keys()
     for name, tensor in LARGE.items():
         assert image.tensors[name].dtype == tensor.dtype
         assert torch.equal(image.tensors[name], tensor)
     described = image.manifest.tensors
-    assert all(store.chunks.path(t.chunk).stat().st_size <= MOST for t in described)
+    assert all(store.chunks.chunk_path(t.chunk).stat().st_size <= MOST for t in described)
     assert len([t for t in described if t.name == "layers.0.qkv"]) == 10
     exported = read_tensors(store.chunks, digest)
     assert all(torch.equal(exported[name], tensor) for name, tensor in LARGE.items())
@@ -276,10 +284,10 @@ async def test_a_tensor_larger_than_the_bulk_port_takes_travels_in_pieces(store:
 
 async def test_a_version_is_read_some_tensors_at_a_time(store: Store) -> None:
     digest = await staged_whole(store.mesh, store.bulk, "job", 0, 0, LARGE, most=MOST)
-    version = await Receiver(store.mesh, store.bulk).source(digest)
-    assert sorted(version.outline) == sorted(LARGE)
-    for names in (["one", "layers.0.qkv"], list(version.outline)):
-        found = await version.some(names)
+    version = await WeightReceiver(store.mesh, store.bulk).open_tensor_source(digest)
+    assert sorted(version.meta_tensors) == sorted(LARGE)
+    for names in (["one", "layers.0.qkv"], list(version.meta_tensors)):
+        found = await version.read_tensors(names)
         assert list(found) == names
         assert all(torch.equal(found[name], LARGE[name]) for name in names)
-        assert all(found[name].dtype == version.outline[name].dtype for name in names)
+        assert all(found[name].dtype == version.meta_tensors[name].dtype for name in names)

@@ -10,14 +10,20 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.api.transfer.bulk import GROUPS
-from meshrl.common.api.weights import STORE, CheckpointName, Examine, Fetch, Weights
-from meshrl.common.base.errors import Damaged, DeadlineExceeded, NotFound, StorageFull
-from meshrl.common.records.checkpoints import committed
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
+from meshrl.common.api.weights import (
+    STORE_NAME,
+    CheckpointName,
+    ChunkVerification,
+    ManifestRequest,
+    Weights,
+)
+from meshrl.common.base.errors import CorruptData, DeadlineExceeded, NotFound, StorageFull
+from meshrl.common.records.checkpoints import find_committed
 from meshrl.common.state import events, jobs, steps
-from meshrl.common.state.lifecycle import deleting
-from meshrl.common.weights.receive import Receiver
-from meshrl.services.weights.keeping.records import JobRecords
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.services.weights.retention.job_records import JobRecords
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.base.files.harms import HARMS, Harm, delete, flip, older_copy
@@ -69,9 +75,9 @@ async def test_the_store_lets_go_of_a_job_that_was_deleted(store: StoreBench) ->
     [(_, first)] = await checkpoints(store, 1)
     state = store.state
     await jobs.cancel(state, JOB, "stop")
-    await deleting.delete(state, JOB, "delete")
+    await deletion.delete_job(state, JOB, "delete")
     await store.clock.sleep(SOON_S)
-    assert await deleting.in_store(state) == []
+    assert await deletion.read_pending_store_deletions(state) == []
     await store.clock.sleep(LONG_S)
     assert not await store.stored(first)
     assert not [path for path in store.chunks.directory.parent.rglob(f"{JOB}.json")]
@@ -113,7 +119,7 @@ async def test_the_first_and_the_last_version_wait_for_their_checkpoints(store: 
         store.trainer.name,
         store.trainer.token,
         0,
-        steps.VersionNames(first, ""),
+        steps.VersionReferences(first, ""),
     )
     for version in range(1, STEPS):
         await store.step(version, "")
@@ -131,7 +137,7 @@ async def test_bytes_put_before_redis_went_are_there_for_what_names_them(store: 
     await store.ready(group)
     store.age(24 * HOUR_S)
     await store.clock.sleep(LONG_S)
-    assert store.chunks.space(GROUPS).has(group), "a step will ask for it"
+    assert store.chunks.open_space(GROUPS).has(group), "a step will ask for it"
     assert not store.chunks.has(early), "nobody has named it for a day"
 
 
@@ -141,7 +147,7 @@ async def test_a_group_goes_once_a_step_has_ended_it(store: StoreBench) -> None:
     await store.clock.sleep(SOON_S)
     await store.end_groups(1)
     await store.clock.sleep(SOON_S + 60.0)
-    assert not store.chunks.space(GROUPS).has(group)
+    assert not store.chunks.open_space(GROUPS).has(group)
 
 
 @story_on(on_job, "tmp_path")
@@ -156,7 +162,7 @@ async def test_what_a_resume_needs_outlives_redis(store: StoreBench) -> None:
     await store.clock.sleep(LONG_S)
     assert await store.stored(weights)
     held = {"version": 1, "lineage": 0, "cursor": 0, "next_group": 0, "requeue": []}
-    held |= {"in_flight": 0, "counts": dict.fromkeys(jobs.COUNTS, 0)}
+    held |= {"in_flight": 0, "counts": dict.fromkeys(jobs.COUNT_FIELDS, 0)}
     held |= {"manifest": weights, "checkpoint": name}
     await steps.restore_job(store.state, JOB, store.document, str(store.run_dir), held)
     await store.clock.sleep(LONG_S)
@@ -193,7 +199,7 @@ async def test_a_lost_version_does_not_keep_what_others_are_done_with(store: Sto
     lost = await store.begin("other")
     await store.begin()
     first = await store.step(1, "")
-    store.chunks.path(lost).unlink()
+    store.chunks.chunk_path(lost).unlink()
     await store.restart_store()
     await store.step(2, "")
     await store.clock.sleep(LONG_S)
@@ -310,7 +316,7 @@ async def test_a_record_that_is_damaged_is_made_again(store: StoreBench, harm: H
     await store.step(EVERY + 3, await store.save(EVERY, due))
     assert await store.stored(due), "its checkpoint was being written"
     record = JobRecords(store.host, path.parent)
-    assert await record.open() == [] and record.of(JOB).versions
+    assert await record.load() == [] and record.get_or_create(JOB).versions
     seen = [(one["what"], one["job"]) for one in await told(store)]
     assert seen == ([] if harm in (delete, older_copy) else [("versions", JOB)])
     aside = store.chunks.directory / "quarantine/jobs/job.json"
@@ -339,11 +345,11 @@ async def test_a_damaged_chunk_is_set_aside_and_can_be_written_again(
 ) -> None:
     first = await store.step(1, "")
     for digest in await parts(store, first):
-        path = store.chunks.path(digest)
+        path = store.chunks.chunk_path(digest)
         harm(path, b"another chunk's")
         await store.restart_store()
-        with pytest.raises((Damaged, NotFound)):
-            await Receiver(store.trainer, store.bulk).receive(first)
+        with pytest.raises((CorruptData, NotFound)):
+            await WeightReceiver(store.trainer, store.bulk).receive(first)
         assert await store.stage(1) == first
         assert await store.stored(first)
         aside = store.chunks.directory / "quarantine" / digest[:2] / digest
@@ -354,12 +360,12 @@ async def test_a_damaged_chunk_is_set_aside_and_can_be_written_again(
 @story_on(on_store, "tmp_path")
 async def test_damage_found_while_redis_is_away_is_told_once_it_is_back(store: StoreBench) -> None:
     await store.submit()
-    path = store.chunks.path(await store.begin())
+    path = store.chunks.chunk_path(await store.begin())
     flip(path, b"")
-    store.redis.faults.away = True
-    asked = Examine(path.name, "weights", JOB)
-    assert not await store.store.examine(asked)
-    store.redis.faults.away = False
+    store.redis.faults.is_unreachable = True
+    asked = ChunkVerification(path.name, "weights", JOB)
+    assert not await store.store.verify_chunk(asked)
+    store.redis.faults.is_unreachable = False
     await store.clock.sleep(SOON_S)
     assert str(path) in [one["path"] for one in await told(store)]
 
@@ -377,14 +383,16 @@ async def test_a_damaged_record_stays_until_there_is_room_to_say_so(store: Store
     flip(path, b"")
     full = FullHost(store.clock, store.random.child("full"))
     with pytest.raises(StorageFull):
-        await JobRecords(full, path.parent).open()
+        await JobRecords(full, path.parent).load()
     again = JobRecords(store.host, path.parent)
-    assert [lost.job for lost in await again.open()] == [JOB] and again.unknown
+    assert [lost.job for lost in await again.load()] == [JOB] and again.has_unknown_jobs
 
 
 async def parts(store: StoreBench, manifest: str) -> list[str]:
     """A version's manifest, and its chunks."""
-    held = await store.trainer.ref(STORE).call(Weights.manifest, Fetch(manifest))
+    held = await store.trainer.ref(STORE_NAME).call(
+        Weights.fetch_manifest, ManifestRequest(manifest)
+    )
     return [manifest, *(tensor.chunk for tensor in held.tensors)]
 
 
@@ -399,8 +407,8 @@ async def test_a_damaged_checkpoint_is_told_and_gives_its_place_to_the_one_befor
     directory = store.run_dir / "checkpoints"
     older = (directory / f"{before}.json").read_bytes()
     harm(directory / f"{last}.json", older)
-    with pytest.raises((Damaged, NotFound)):
-        await store.trainer.ref(STORE).call(Weights.load, CheckpointName(JOB, last))
+    with pytest.raises((CorruptData, NotFound)):
+        await store.trainer.ref(STORE_NAME).call(Weights.load_checkpoint, CheckpointName(JOB, last))
     await store.clock.sleep(LONG_S)
     assert (directory / f"{before}.json").read_bytes() == older, "nothing takes its place"
     assert await store.stored(kept) and await store.stored(manifest)
@@ -408,5 +416,5 @@ async def test_a_damaged_checkpoint_is_told_and_gives_its_place_to_the_one_befor
         [one] = await told(store)
         assert (one["what"], Path(one["path"]).stem) == ("checkpoint", last)
         assert (store.run_dir / "quarantine/checkpoints" / last / "config.json").is_file()
-    found = committed(store.run_dir)
+    found = find_committed(store.run_dir)
     assert found is not None and found.stem == before

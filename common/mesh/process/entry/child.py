@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 CHANNEL_FD = "MESHRL_CHANNEL_FD"
-FRAME_LIMIT = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
+MAX_FRAME_BYTES = 64 << 20  # bytes; a longer length prefix means that the stream is garbage
 PR_SET_PDEATHSIG = 1
 SIGKILL = 9
-PRIVATE = 0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
+PRIVATE_UMASK = (
+    0o077  # umask of every process of a mesh: what it writes is for its user's eyes only
+)
 RESERVE_BYTES = 64 << 20  # of address space: for the modules that tell of an error
-ORPHANED = 71  # exit status of a child whose parent was gone before it could be tied to it
+ORPHANED_EXIT_STATUS = (
+    71  # exit status of a child whose parent was gone before it could be tied to it
+)
 
 
 def tie_to_parent(parent: int) -> None:
@@ -39,10 +43,10 @@ def tie_to_parent(parent: int) -> None:
     if libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os._exit(ORPHANED)
+        os._exit(ORPHANED_EXIT_STATUS)
 
 
-def end_with(death_fd: int) -> int:
+def die_with_pipe(death_fd: int) -> int:
     """Has the kernel kill this process, even one that is stopped, at the end of the pipe whose
     write end only its owner has; now if it has ended. It does so while the descriptor that is
     returned is open; `death_fd` is closed.
@@ -61,11 +65,11 @@ def end_with(death_fd: int) -> int:
     poll = select.poll()
     poll.register(own, 0)  # only its end
     if poll.poll(0):
-        os._exit(ORPHANED)
+        os._exit(ORPHANED_EXIT_STATUS)
     return own
 
 
-def guarded(owner: int) -> None:
+def start_guard(owner: int) -> None:
     """Puts a guard between the parent and this process, which goes on in a fork; see `guard`."""
     own = os.path.realpath(__file__)
     for _ in range(5):
@@ -74,13 +78,13 @@ def guarded(owner: int) -> None:
     from meshrl.common.mesh.process.entry import guard
 
     sys.path.remove(own)
-    writing = guard.enter(owner, 1)
+    writing = guard.fork_guarded(owner, 1)
     for number in (1, 2):
         os.dup2(writing, number)
     os.close(writing)
 
 
-def limit(spec: str) -> None:
+def set_rlimit(spec: str) -> None:
     """Sets one resource limit of this process, soft and hard, from NAME:VALUE, at most the hard
     limit it has.
     """
@@ -93,7 +97,7 @@ def limit(spec: str) -> None:
     resource.setrlimit(which, (ceiling, ceiling))
 
 
-def reserved() -> Callable[[], None]:
+def reserve_headroom() -> Callable[[], None]:
     """What gives a process that hits a limit of the host the room to write that down: a descriptor,
     and, where its address space is limited, some of that.
     """
@@ -160,8 +164,8 @@ def take_frame(buffer: bytearray) -> bytes | None:
     if len(buffer) < 4:
         return None
     length = int.from_bytes(buffer[:4], "little")
-    if length > FRAME_LIMIT:
-        raise ValueError(f"a frame of {length} bytes; the limit is {FRAME_LIMIT}")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes; the limit is {MAX_FRAME_BYTES}")
     if len(buffer) < 4 + length:
         return None
     frame = bytes(buffer[4 : 4 + length])
@@ -170,11 +174,11 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 OPTIONS: dict[str, Callable[[str], object]] = {
-    "guard": lambda owner: guarded(int(owner)),
+    "guard": lambda owner: start_guard(int(owner)),
     "parent": lambda parent: tie_to_parent(int(parent)),
-    "death": lambda descriptor: end_with(int(descriptor)),
+    "death": lambda descriptor: die_with_pipe(int(descriptor)),
     "nice": lambda more: os.nice(int(more)),
-    "rlimit": limit,
+    "rlimit": set_rlimit,
 }
 
 
@@ -182,7 +186,7 @@ def main(argv: list[str]) -> None:
     """Applies the options before `--`, then becomes the program behind it. SystemExit: an unknown
     option.
     """
-    os.umask(PRIVATE)
+    os.umask(PRIVATE_UMASK)
     split = argv.index("--")
     program, arguments = argv[split + 1], argv[split + 2 :]
     for option in argv[:split]:
@@ -195,18 +199,18 @@ def main(argv: list[str]) -> None:
         os.execvp(name, [name, *arguments])
     import runpy
 
-    from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+    from meshrl.common.mesh.process.output.streams import install_lossy_output
 
-    outlive_a_full_disk()
+    install_lossy_output()
     sys.argv = [name, *arguments]
-    reserve = reserved()
+    reserve = reserve_headroom()
     try:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     except BaseException as error:
         reserve()
-        from meshrl.common.mesh.process.ends import failure
+        from meshrl.common.mesh.process.diagnosis import failure
 
-        failure.leave(error)
+        failure.write_failure(error)
         raise
 
 

@@ -24,21 +24,23 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from meshrl.common.mesh.process.entry.child import tie_to_parent
-from meshrl.common.mesh.process.output.log_bounds import LogBudget, bound
+from meshrl.common.mesh.process.output.log_bounds import LogBudget, rotate_if_long
 
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-NAME = b"meshrl-guard"
+GUARD_PROCESS_NAME = b"meshrl-guard"
 PIPE_BYTES = 1 << 20  # between two reads of a busy host, and what is dropped at once
 READ_BYTES = 1 << 16
 TAIL_BYTES = 1 << 13  # of what is dropped, that is kept
-BATCH_S = 0.001  # before a read: of a program that prints line by line, many lines are read at once
+READ_DELAY_S = (
+    0.001  # before a read: of a program that prints line by line, many lines are read at once
+)
 DROP_S = 0.005  # between two drops: the pipe fills meanwhile, and who prints for ever waits
 NOTICE_S = 1.0  # without output, until a drop is noted
-BOUND_EVERY = 1 << 20  # bytes written between two looks at the log's length
-FAILED = 74  # exit status of a guard that failed itself
+LENGTH_CHECK_BYTES = 1 << 20  # bytes written between two looks at the log's length
+GUARD_FAILED_EXIT_STATUS = 74  # exit status of a guard that failed itself
 
 
-def enter(owner: int, output: int, show: Callable[[], None] = lambda: None) -> int:
+def fork_guarded(owner: int, output: int, set_title: Callable[[], None] = lambda: None) -> int:
     """Fork. Return, in the child, the descriptor to which it shall print.
 
     The parent is the guard and never returns. `owner` is the reading end of a pipe that closes when
@@ -59,54 +61,54 @@ def enter(owner: int, output: int, show: Callable[[], None] = lambda: None) -> i
         tie_to_parent(guard)
         return writing
     try:
-        libc.prctl(PR_SET_NAME, NAME, 0, 0, 0)
+        libc.prctl(PR_SET_NAME, GUARD_PROCESS_NAME, 0, 0, 0)
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in (owner, output, reading):
                 with contextlib.suppress(OSError):  # that of the listing itself
                     os.close(int(name))
-        show()
-        ProcessGuard(child, owner, _Output(reading, output)).run()
+        set_title()
+        ProcessGuard(child, owner, _OutputPipe(reading, output)).run()
     except BaseException:
         with contextlib.suppress(OSError):
             os.write(output, traceback.format_exc().encode())
-    os._exit(FAILED)
+    os._exit(GUARD_FAILED_EXIT_STATUS)
 
 
-class _Output:
+class _OutputPipe:
     """What is printed below, on its way to the log."""
 
     def __init__(self, reading: int, log: int) -> None:
         self.reading, self._log = reading, log
-        self._budget, self._unbounded = LogBudget(), 0
+        self._budget, self._since_length_check = LogBudget(), 0
         self._tail = b""  # of what was dropped
 
     @property
-    def owes_notice(self) -> bool:
-        return self._budget.dropped > 0
+    def has_pending_notice(self) -> bool:
+        return self._budget.dropped_bytes > 0
 
-    def move(self) -> bool:
+    def transfer(self) -> bool:
         """Move a part of what lies in the pipe, or drop it; False at its end."""
-        allowed = self._budget.allowed(READ_BYTES)
+        allowed = self._budget.allow(READ_BYTES)
         if not allowed:
             time.sleep(DROP_S)
             return self._drop()
-        time.sleep(BATCH_S)
+        time.sleep(READ_DELAY_S)
         part = os.read(self.reading, allowed)
         self._budget.spend(len(part))
-        self.note()
+        self.write_notice()
         self._write(part)
         return bool(part)
 
-    def note(self) -> None:
+    def write_notice(self) -> None:
         """Write down how much was dropped, and the end of it, perhaps a program's last words."""
-        self._budget.dropped -= len(self._tail)
-        self._write(self._budget.notice())
+        self._budget.dropped_bytes -= len(self._tail)
+        self._write(self._budget.take_notice())
         self._write(self._tail)
         self._tail = b""
 
     def _drop(self) -> bool:
         part = os.read(self.reading, PIPE_BYTES)
-        self._budget.dropped += len(part)
+        self._budget.dropped_bytes += len(part)
         self._tail = (self._tail + part[-TAIL_BYTES:])[-TAIL_BYTES:]
         return bool(part)
 
@@ -115,92 +117,92 @@ class _Output:
             return
         with contextlib.suppress(OSError):  # a full disk: it is lost
             os.write(self._log, part)
-            self._unbounded += len(part)
-            if self._unbounded >= BOUND_EVERY:
-                self._unbounded = 0
-                bound(self._log)
+            self._since_length_check += len(part)
+            if self._since_length_check >= LENGTH_CHECK_BYTES:
+                self._since_length_check = 0
+                rotate_if_long(self._log)
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Move what is left, once nobody prints any more."""
         os.set_blocking(self.reading, False)
         with contextlib.suppress(BlockingIOError):
-            while self.move():
+            while self.transfer():
                 pass
-        self.note()
+        self.write_notice()
 
 
 class ProcessGuard:
     """The loop of a guard's process."""
 
-    def __init__(self, child: int, owner: int, output: _Output) -> None:
+    def __init__(self, child: int, owner: int, output: _OutputPipe) -> None:
         self._child, self._owner, self._output = child, owner, output
         self._status: int | None = None  # of the child, as waitpid has it
-        self._asked = False  # the owner wants the end
-        self._woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._is_stop_requested = False  # the owner wants the end
+        self._wakeup_fd, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(wake, False)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.signal(signal.SIGTERM, lambda number, frame: self._ask())
-        signal.signal(signal.SIGUSR1, lambda number, frame: self._pass_on(number))
+        signal.signal(signal.SIGTERM, lambda number, frame: self._request_stop())
+        signal.signal(signal.SIGUSR1, lambda number, frame: self._forward_signal(number))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def run(self) -> NoReturn:
         """Watches the child, its output and the owner, until the first or the last has ended."""
         poller = select.poll()
-        poller.register(self._woken, select.POLLIN)
+        poller.register(self._wakeup_fd, select.POLLIN)
         poller.register(self._owner, 0)  # only its end
         poller.register(self._output.reading, select.POLLIN)
         self._reap()
-        while self._status is None and not self._asked:
-            waits = 1000 * NOTICE_S if self._output.owes_notice else None
+        while self._status is None and not self._is_stop_requested:
+            waits = 1000 * NOTICE_S if self._output.has_pending_notice else None
             ready = poller.poll(waits)
             if not ready:
-                self._output.note()
+                self._output.write_notice()
             for fd, _ in ready:
-                if fd == self._woken:
-                    os.read(self._woken, 4096)
+                if fd == self._wakeup_fd:
+                    os.read(self._wakeup_fd, 4096)
                 elif fd == self._owner:
-                    self._asked = True
-                elif not self._output.move():
+                    self._is_stop_requested = True
+                elif not self._output.transfer():
                     poller.unregister(fd)
             self._reap()
-        self._end_all()
-        self._output.finish()
-        _end_as(self._status)
+        self._kill_all()
+        self._output.drain()
+        _exit_like(self._status)
 
-    def _ask(self) -> None:
-        self._asked = True
+    def _request_stop(self) -> None:
+        self._is_stop_requested = True
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         if self._status is None:
             os.kill(self._child, number)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                self._note(*ended)
+                self._record_exit(*ended)
 
-    def _note(self, pid: int, status: int) -> None:
+    def _record_exit(self, pid: int, status: int) -> None:
         if pid == self._child:
             self._status = status
 
-    def _end_all(self) -> None:
+    def _kill_all(self) -> None:
         """Kill what is below, until nothing is left but what belongs to another user."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 killed = False
-                for below in _children():
+                for below in _list_children():
                     with contextlib.suppress(OSError):  # another user's
                         os.kill(below, signal.SIGKILL)
                         killed = True
                 pid, status = os.waitpid(-1, 0 if killed else os.WNOHANG)
                 if pid == 0:
                     return
-                self._note(pid, status)
+                self._record_exit(pid, status)
 
 
-def _children() -> Iterator[int]:
+def _list_children() -> Iterator[int]:
     """Processes whose parent this one is."""
     own = os.getpid()
     try:
@@ -213,10 +215,10 @@ def _children() -> Iterator[int]:
                     yield int(name)
 
 
-def _end_as(status: int | None) -> NoReturn:
+def _exit_like(status: int | None) -> NoReturn:
     """End with the status of the child, or by the signal that ended it."""
     if status is None:
-        os._exit(FAILED)
+        os._exit(GUARD_FAILED_EXIT_STATUS)
     if os.WIFEXITED(status):
         os._exit(os.WEXITSTATUS(status))
     number = os.WTERMSIG(status)

@@ -1,1 +1,1 @@
-"""Processes as forks of one that has imported what they need. Open `nursery.py` first."""
+"""Processes as forks of one that has imported what they need. Open `fork_server.py` first."""

@@ -11,13 +11,13 @@ import stat
 import sys
 from typing import Any
 
-from meshrl.common.base.host.terminal import VisibleStream, behind
+from meshrl.common.base.host.terminal import EscapingStream, unwrap_stream
 from meshrl.common.mesh.process.output.log_bounds import LogBudget
 
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class _Lossy(io.FileIO):
+class _LossyStream(io.FileIO):
     """A descriptor that takes everything, and forgets what a full disk does not; of a log also what
     is more than `log_bounds` allows.
     """
@@ -30,38 +30,38 @@ class _Lossy(io.FileIO):
     def write(self, content: Any) -> int:
         if self._budget is not None:
             size = len(memoryview(content).cast("B"))
-            if not self._budget.allowed(size):
-                self._budget.dropped += size
+            if not self._budget.allow(size):
+                self._budget.dropped_bytes += size
                 return size
             self._budget.spend(size)
-            if notice := self._budget.notice():
-                self._written(notice)
-        return self._written(content)
+            if notice := self._budget.take_notice():
+                self._write_lossy(notice)
+        return self._write_lossy(content)
 
-    def _written(self, content: Any) -> int:
+    def _write_lossy(self, content: Any) -> int:
         try:
             return super().write(content) or 0
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             return len(memoryview(content).cast("B"))
 
 
-def outlive_a_full_disk() -> None:
+def install_lossy_output() -> None:
     """Makes this process's own standard output and error such streams, unless somebody has put
     others in their place.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
-        own = behind(stream) if stream is not None else None
+        own = unwrap_stream(stream) if stream is not None else None
         if own is None or own is not getattr(sys, f"__{name}__") or own.isatty():
             continue
         lossy = io.TextIOWrapper(
-            io.BufferedWriter(_Lossy(number)),
+            io.BufferedWriter(_LossyStream(number)),
             encoding=own.encoding,
             errors=own.errors,
             line_buffering=True,
             write_through=name == "stderr",
         )
-        setattr(sys, name, lossy if own is stream else VisibleStream(lossy))
+        setattr(sys, name, lossy if own is stream else EscapingStream(lossy))
         setattr(sys, f"__{name}__", lossy)

@@ -10,65 +10,69 @@ from collections.abc import Callable, Iterable
 
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 
 INTERVAL_S = 0.7
-EXPIRED_S = 2.0  # seconds of seen expiry before a process counts as stopped
+EXPIRED_FOR_S = 2.0  # seconds of seen expiry before a process counts as stopped
 GRACE_S = 10.0  # after an outage of Redis, in which all register again
-ANSWER_S = 2.0  # for one look; an outage is anything slower
+REDIS_TIMEOUT_S = 2.0  # for one look; an outage is anything slower
 
 
 class LeaseWatch:
     """`host` is this machine's id in the registry, `children` those to watch."""
 
     def __init__(
-        self, state: State, clock: Clock, host: str, children: Callable[[], Iterable[Child]]
+        self,
+        state: StateClient,
+        clock: Clock,
+        host: str,
+        children: Callable[[], Iterable[ChildProcess]],
     ) -> None:
         self._state, self._clock, self._host = state, clock, host
         self._children = children
         self._expired_since: dict[tuple[str, int], float] = {}
-        self._dead: dict[str, int] = {}  # name -> pid of an ended process, not yet evicted
+        self._to_evict: dict[str, int] = {}  # name -> pid of an ended process, not yet evicted
         self._no_verdict_before = 0.0
-        self._last_good = clock.monotonic()
+        self._last_answer_at = clock.monotonic()
 
     async def run(self) -> None:
         """Looks every `INTERVAL_S` until it is cancelled."""
         while True:
             await self._clock.sleep(INTERVAL_S)
-            await self.look()
+            await self.check_leases()
 
-    async def look(self) -> None:
+    async def check_leases(self) -> None:
         """Compares all children with their leases once. It gives no verdict while Redis does not
         answer, nor for a while after.
         """
         try:
-            async with self._clock.timeout(ANSWER_S, "a look at the leases"):
-                for name, pid in list(self._dead.items()):
+            async with self._clock.timeout(REDIS_TIMEOUT_S, "a look at the leases"):
+                for name, pid in list(self._to_evict.items()):
                     await self._evict(name, pid)
-                expired = await self._expired()
+                expired = await self._find_expired()
         except (StateUnavailable, DeadlineExceeded):
             return
         now = self._clock.monotonic()
-        if now - self._last_good > 2 * INTERVAL_S + ANSWER_S:
+        if now - self._last_answer_at > 2 * INTERVAL_S + REDIS_TIMEOUT_S:
             self._no_verdict_before = now + GRACE_S
-        self._last_good = now
+        self._last_answer_at = now
         before = self._expired_since if now >= self._no_verdict_before else {}
         keys = [(child.name, child.pid) for child in expired]
         self._expired_since = {key: before.get(key, now) for key in keys}
 
-    def expired(self, child: Child) -> bool:
+    def has_expired(self, child: ChildProcess) -> bool:
         """Whether the child's lease has been seen expired for `EXPIRED_S`."""
         since = self._expired_since.get((child.name, child.pid))
         now = self._clock.monotonic()
-        return since is not None and now - since >= EXPIRED_S and now >= self._no_verdict_before
+        return since is not None and now - since >= EXPIRED_FOR_S and now >= self._no_verdict_before
 
-    async def evict(self, child: Child) -> None:
+    async def evict(self, child: ChildProcess) -> None:
         """Frees the registry name of a child that has ended; later, if Redis is away now."""
-        self._dead[child.name] = child.pid
+        self._to_evict[child.name] = child.pid
         try:
-            async with self._clock.timeout(ANSWER_S, "the eviction of a dead process"):
+            async with self._clock.timeout(REDIS_TIMEOUT_S, "the eviction of a dead process"):
                 await self._evict(child.name, child.pid)
         except (StateUnavailable, DeadlineExceeded):
             return
@@ -77,10 +81,10 @@ class LeaseWatch:
         entry = await registry.lookup(self._state, name)
         if entry is not None and (entry.host, entry.pid) == (self._host, pid):
             await registry.evict(self._state, name, entry.incarnation)
-        if self._dead.get(name) == pid:
-            del self._dead[name]
+        if self._to_evict.get(name) == pid:
+            del self._to_evict[name]
 
-    async def _expired(self) -> list[Child]:
+    async def _find_expired(self) -> list[ChildProcess]:
         """The children whose leases have ended."""
         children = {child.name: child for child in self._children()}
         known = await registry.lookup_all(self._state, list(children)) if children else {}

@@ -15,14 +15,18 @@ from typing import Literal
 
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import NotFound, Refused
-from meshrl.common.mesh.process.ends.failure import Failure
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.diagnosis.failure import Failure
 from meshrl.common.mesh.process.host import Host
-from meshrl.common.mesh.process.starting import Spawning
-from meshrl.common.mesh.process.supervision.restarts import FIRST_DELAY_S, LONGEST_DELAY_S, Restarts
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.common.mesh.process.supervision.restart_budget import (
+    FIRST_DELAY_S,
+    LONGEST_DELAY_S,
+    RestartBudget,
+)
 
-CHECK_S = 0.5  # how often a running child's lease is looked at
-NO_START = 1  # what a run that could not even begin ended with
+LEASE_CHECK_S = 0.5  # how often a running child's lease is looked at
+START_FAILED_STATUS = 1  # what a run that could not even begin ended with
 
 
 @dataclass(frozen=True)
@@ -37,25 +41,25 @@ class ChildSpec:
     # Restarts, seconds: more in that time is given up, and so are more in a row by one error after
     # runs that were all shorter.
     budget: tuple[int, float] = (5, 60.0)
-    critical: bool = False  # its loss for good escalates
+    is_critical: bool = False  # its loss for good escalates
     stage: int = 0  # started from the lowest, stopped from the highest
     own_session: bool = False
     die_with_parent: bool = True
-    nice: int = 0
+    niceness: int = 0
 
 
 @dataclass(frozen=True)
-class ChildEnd:
+class ChildExit:
     """How a run of a child ended: `why` in a few words, `failure` in its own."""
 
     code: int
     why: str  # "signal 9", "exit status 1", "stopped"
     failure: Failure | None = None
-    restarts: int = 0  # how often it had been started again until then
+    restart_count: int = 0  # how often it had been started again until then
     final: bool = False  # it is not started again: it would only fail again
-    asked: bool = False  # its supervisor ended it
-    ran_s: float = 0.0  # from its start to its end
-    lasting_s: float = 0.0  # since it first ended so, and by nothing else
+    is_requested: bool = False  # its supervisor ended it
+    run_time_s: float = 0.0  # from its start to its end
+    repeating_for_s: float = 0.0  # since it first ended so, and by nothing else
 
     @property
     def cause(self) -> str:
@@ -63,40 +67,40 @@ class ChildEnd:
         return f"{self.failure.type} {self.failure.where}" if self.failure is not None else self.why
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The error if there is one, else how it ended."""
         return str(self.failure) if self.failure is not None else self.why
 
 
-class Hooks:
+class SupervisorHooks:
     """Callbacks for the owner of a supervisor; override what is needed. An error in one is printed
     and passed over: a child is restarted though Redis is away.
     """
 
-    async def started(self, child: Child) -> None:
+    async def on_start(self, child: ChildProcess) -> None:
         """A child has been started, for the first time or again."""
 
-    async def ended(self, child: Child, end: ChildEnd) -> None:
+    async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         """A child has ended and is not restarted yet: the moment to free its registry name."""
 
-    def lease_expired(self, child: Child) -> bool:
+    def has_lease_expired(self, child: ChildProcess) -> bool:
         """Whether the child runs although its lease has been gone for long: it is then killed."""
         return False
 
-    async def absolved(self, spec: ChildSpec, end: ChildEnd) -> bool:
+    async def should_reset_budget(self, spec: ChildSpec, child_exit: ChildExit) -> bool:
         """Whether a child whose budget is spent starts anew with a fresh one, because what ended it
         has been taken from it.
         """
         return False
 
-    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         """A child is not restarted any more."""
 
-    async def escalate(self, name: str) -> None:
+    async def on_critical_loss(self, name: str) -> None:
         """A critical child is lost for good; its supervisor's owner decides what falls with it."""
 
 
-async def _tell(hook: Coroutine[None, None, None]) -> None:
+async def _run_hook(hook: Coroutine[None, None, None]) -> None:
     try:
         await hook
     except Exception:
@@ -104,17 +108,17 @@ async def _tell(hook: Coroutine[None, None, None]) -> None:
 
 
 @dataclass
-class _RunningChild:
+class _SupervisedChild:
     spec: ChildSpec
-    restarts: Restarts
-    child: Child | None = None
-    began: float = 0.0  # when it was started
-    why_not: str = ""  # why there is no child: its last start failed
-    stopping: bool = False
+    restarts: RestartBudget
+    child: ChildProcess | None = None
+    started_at: float = 0.0  # when it was started
+    start_error: str = ""  # why there is no child: its last start failed
+    is_stopping: bool = False
     watcher: asyncio.Task[None] | None = None
 
 
-async def _unwatched(running: _RunningChild) -> None:
+async def _cancel_watcher(running: _SupervisedChild) -> None:
     if running.watcher is not None and running.watcher is not asyncio.current_task():
         running.watcher.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -133,18 +137,18 @@ class Supervisor:
         clock: Clock,
         specs: Iterable[ChildSpec] = (),
         *,
-        hooks: Hooks | None = None,
+        hooks: SupervisorHooks | None = None,
         strategy: Literal["one_for_one", "one_for_all"] = "one_for_one",
     ) -> None:
         self._host, self._clock = host, clock
-        self._hooks = hooks or Hooks()
+        self._hooks = hooks or SupervisorHooks()
         self._strategy = strategy
-        self._children: dict[str, _RunningChild] = {}
+        self._children: dict[str, _SupervisedChild] = {}
         self._specs = sorted(specs, key=lambda spec: spec.stage)
-        self._all_together = asyncio.Lock()
+        self._group_restart = asyncio.Lock()
 
     @property
-    def children(self) -> dict[str, Child]:
+    def children(self) -> dict[str, ChildProcess]:
         """The children that run now, by name."""
         return {
             name: running.child
@@ -152,16 +156,16 @@ class Supervisor:
             if running.child is not None and running.child.poll() is None
         }
 
-    def restarts(self, name: str) -> int:
+    def count_restarts(self, name: str) -> int:
         """How often a child has been restarted; KeyError for a name that is not supervised."""
-        return self._children[name].restarts.total
+        return self._children[name].restarts.total_restarts
 
     async def start(self) -> None:
         """Starts the children that were given, in the order of their stages."""
         for spec in self._specs:
             await self.add(spec)
 
-    async def add(self, spec: ChildSpec, *, adopted: Child | None = None) -> Child:
+    async def add(self, spec: ChildSpec, *, adopted: ChildProcess | None = None) -> ChildProcess:
         """Starts and watches a child, or watches one that an earlier incarnation started.
 
         A first start that fails is the caller's to handle, and the child is not supervised.
@@ -170,11 +174,11 @@ class Supervisor:
             raise Refused(f"{spec.name} is supervised already", fix="remove it first")
         child = adopted or self._spawn(spec)
         began = self._clock.monotonic()
-        running = self._children[spec.name] = _RunningChild(
-            spec, Restarts(*spec.budget), child, began
+        running = self._children[spec.name] = _SupervisedChild(
+            spec, RestartBudget(*spec.budget), child, began
         )
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {spec.name}")
-        await _tell(self._hooks.started(child))
+        await _run_hook(self._hooks.on_start(child))
         return child
 
     async def remove(self, name: str, grace_s: float) -> None:
@@ -188,7 +192,7 @@ class Supervisor:
     async def stop(self, grace_s: float) -> None:
         """Ends all children, stage by stage from the highest, each stage within `grace_s`."""
         for running in self._children.values():
-            running.stopping = True
+            running.is_stopping = True
         for stage in sorted({r.spec.stage for r in self._children.values()}, reverse=True):
             same = [r for r in self._children.values() if r.spec.stage == stage]
             await asyncio.gather(*(self._stop_one(running, grace_s) for running in same))
@@ -201,120 +205,128 @@ class Supervisor:
                 running.watcher.cancel()
         self._children.clear()
 
-    def _spawn(self, spec: ChildSpec) -> Child:
+    def _spawn(self, spec: ChildSpec) -> ChildProcess:
         return self._host.spawn(
             spec.argv,
             name=spec.name,
             env=spec.env,
             log=spec.log,
-            how=Spawning(
-                own_session=spec.own_session, die_with_parent=spec.die_with_parent, nice=spec.nice
+            options=SpawnOptions(
+                own_session=spec.own_session,
+                die_with_parent=spec.die_with_parent,
+                niceness=spec.niceness,
             ),
         )
 
-    async def _restart(self, running: _RunningChild) -> None:
+    async def _restart(self, running: _SupervisedChild) -> None:
         """A start that fails is a run that failed: the child's watcher tries again or gives up."""
         try:
             running.child = self._spawn(running.spec)
         except Exception as error:
             traceback.print_exc()
-            running.why_not = f"it cannot be started: {type(error).__name__}: {error}"
-            running.began = self._clock.monotonic()
+            running.start_error = f"it cannot be started: {type(error).__name__}: {error}"
+            running.started_at = self._clock.monotonic()
         else:
-            running.began = self._clock.monotonic()
-            await _tell(self._hooks.started(running.child))
+            running.started_at = self._clock.monotonic()
+            await _run_hook(self._hooks.on_start(running.child))
 
-    async def _stop_one(self, running: _RunningChild, grace_s: float) -> None:
-        running.stopping = True
-        await _unwatched(running)
+    async def _stop_one(self, running: _SupervisedChild, grace_s: float) -> None:
+        running.is_stopping = True
+        await _cancel_watcher(running)
         child = running.child
         if child is not None:
             running.child = None
-            await self._stopped(child, grace_s, "stopped")
+            await self._terminate(child, grace_s, "stopped")
 
-    async def _stopped(self, child: Child, grace_s: float, why: str) -> None:
+    async def _terminate(self, child: ChildProcess, grace_s: float, why: str) -> None:
         child.terminate()
         code = await child.wait(grace_s)
         if code is None:
             child.kill()
             code = await child.wait(LONGEST_DELAY_S)
             why = f"{why}, after SIGKILL"
-        await _tell(
-            self._hooks.ended(child, ChildEnd(-9 if code is None else code, why, asked=True))
+        await _run_hook(
+            self._hooks.on_exit(
+                child, ChildExit(-9 if code is None else code, why, is_requested=True)
+            )
         )
 
-    async def _watch(self, running: _RunningChild) -> None:
-        while not running.stopping:
+    async def _watch(self, running: _SupervisedChild) -> None:
+        while not running.is_stopping:
             if running.child is None:
-                end = ChildEnd(NO_START, running.why_not)
+                end = ChildExit(START_FAILED_STATUS, running.start_error)
             else:
-                end = await self._end_of(running, running.child)
-                if running.stopping:
+                end = await self._wait_for_exit(running, running.child)
+                if running.is_stopping:
                     return
                 ended, running.child = running.child, None
-                await _tell(self._hooks.ended(ended, end))
-            if not await self._again(running, end):
+                await _run_hook(self._hooks.on_exit(ended, end))
+            if not await self._restart_or_give_up(running, end):
                 return
 
-    async def _end_of(self, running: _RunningChild, child: Child) -> ChildEnd:
+    async def _wait_for_exit(self, running: _SupervisedChild, child: ChildProcess) -> ChildExit:
         killed = ""
-        while (code := await child.wait(CHECK_S)) is None:
-            if not killed and self._hooks.lease_expired(child):
+        while (code := await child.wait(LEASE_CHECK_S)) is None:
+            if not killed and self._hooks.has_lease_expired(child):
                 killed = "its lease had expired while it ran"
                 child.kill()
         why = killed or (f"signal {-code}" if code < 0 else f"exit status {code}")
         failure = None
         if code and not killed:
-            failure = self._host.failure_of(child.pid, running.spec.log, code)
-        final = failure is not None and failure.fatal
-        ran_s = self._clock.monotonic() - running.began
-        return ChildEnd(code, why, failure, running.restarts.total, final, ran_s=ran_s)
+            failure = self._host.find_failure(child.pid, running.spec.log, code)
+        final = failure is not None and failure.is_fatal
+        ran_s = self._clock.monotonic() - running.started_at
+        return ChildExit(
+            code, why, failure, running.restarts.total_restarts, final, run_time_s=ran_s
+        )
 
-    async def _again(self, running: _RunningChild, end: ChildEnd) -> bool:
+    async def _restart_or_give_up(self, running: _SupervisedChild, end: ChildExit) -> bool:
         """Restarts what has ended, or gives it up: at once what would only fail again. Whether its
         watcher goes on.
         """
-        spec, why = running.spec, end.told
+        spec, why = running.spec, end.description
         wanted = spec.restart == "always" or (spec.restart == "on_failure" and end.code != 0)
         wanted = wanted and not end.final
         now = self._clock.monotonic()
-        lasting_s = running.restarts.ended(end.cause, now - running.began, now)
+        lasting_s = running.restarts.record_exit(end.cause, now - running.started_at, now)
         delay = running.restarts.next_delay(now) if wanted else None
         if delay is None and wanted:
-            why = f"{why}; {running.restarts.spent}"
+            why = f"{why}; {running.restarts.exhaustion_reason}"
             try:
-                absolved = await self._hooks.absolved(spec, replace(end, lasting_s=lasting_s))
+                absolved = await self._hooks.should_reset_budget(
+                    spec, replace(end, repeating_for_s=lasting_s)
+                )
             except Exception:
                 traceback.print_exc()
                 absolved = False
             if absolved:
-                running.restarts.forget()
+                running.restarts.reset()
                 delay = LONGEST_DELAY_S
         if delay is None:
-            running.stopping = True
-            await _tell(self._hooks.gave_up(spec, why))
-            if spec.critical:
-                await _tell(self._hooks.escalate(spec.name))
+            running.is_stopping = True
+            await _run_hook(self._hooks.on_give_up(spec, why))
+            if spec.is_critical:
+                await _run_hook(self._hooks.on_critical_loss(spec.name))
             return False
         if self._strategy == "one_for_all":
-            await self._end_others(running)
+            await self._restart_siblings(running)
         await self._clock.sleep(delay)
         await self._restart(running)
         return True
 
-    async def _end_others(self, ended: _RunningChild) -> None:
+    async def _restart_siblings(self, ended: _SupervisedChild) -> None:
         """Each other child's own watcher sees the end, and restarts it without a charge."""
-        if self._all_together.locked():
+        if self._group_restart.locked():
             return  # a sibling's end is why this one ended
-        async with self._all_together:
-            others = [r for r in self._children.values() if r is not ended and not r.stopping]
+        async with self._group_restart:
+            others = [r for r in self._children.values() if r is not ended and not r.is_stopping]
             await asyncio.gather(*(self._replace(other) for other in others))
 
-    async def _replace(self, running: _RunningChild) -> None:
-        await _unwatched(running)
+    async def _replace(self, running: _SupervisedChild) -> None:
+        await _cancel_watcher(running)
         if running.child is not None:
             child, running.child = running.child, None
-            await self._stopped(child, FIRST_DELAY_S * 20, "a sibling ended")
+            await self._terminate(child, FIRST_DELAY_S * 20, "a sibling ended")
         # The task runs at our next suspension, when the start has succeeded or failed: a hook that
         # is cancelled leaves no child unwatched.
         running.watcher = asyncio.create_task(self._watch(running))

@@ -1,1 +1,1 @@
-"""Calls and streams between actors: both halves, and what they share. Open `calling.py` first."""
+"""Calls and streams between actors: both halves, and what they share. Open `caller.py` first."""

@@ -35,7 +35,7 @@ def call(
     method: Call[Q, R],
 ) -> Callable[[Callable[[A, Q], R | Awaitable[R]]], Callable[[A, Q], Any]]:
     """Marks the method that answers `method`."""
-    return _marked(method)
+    return _make_marker(method)
 
 
 def stream(
@@ -44,17 +44,17 @@ def stream(
     """Marks the async generator that answers `method`; it is closed when the consumer closes, or is
     lost.
     """
-    return _marked(method)
+    return _make_marker(method)
 
 
 def cast(
     method: Cast[Q],
 ) -> Callable[[Callable[[A, Q], Awaitable[None] | None]], Callable[[A, Q], Any]]:
     """Marks the method that takes `method`."""
-    return _marked(method)
+    return _make_marker(method)
 
 
-def _marked(method: Method[Any]) -> Callable[[Any], Any]:
+def _make_marker(method: Method[Any]) -> Callable[[Any], Any]:
     def mark(function: Any) -> Any:
         function.answers = method
         return function
@@ -63,22 +63,22 @@ def _marked(method: Method[Any]) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundMethod:
     """One method of one actor, ready to be called by the mesh."""
 
     method: Method[Any]
     run: Callable[[Any], Any]
-    suspends: bool  # an `async def`: needs a task
+    is_async: bool  # an `async def`: needs a task
 
 
-def bind(actor: Actor) -> dict[str, Bound]:
+def bind(actor: Actor) -> dict[str, BoundMethod]:
     """Wire name -> method; ConfigError if the actor does not answer exactly its interface."""
-    bound: dict[str, Bound] = {}
+    bound: dict[str, BoundMethod] = {}
     for name in dir(type(actor)):
         method = getattr(getattr(type(actor), name), "answers", None)
         if isinstance(method, Method):
             run = getattr(actor, name)
-            bound[method.name] = Bound(method, run, inspect.iscoroutinefunction(run))
+            bound[method.name] = BoundMethod(method, run, inspect.iscoroutinefunction(run))
             if isinstance(method, Stream) and not inspect.isasyncgenfunction(run):
                 raise ConfigError(
                     f"{type(actor).__name__}.{name} streams, so it must be an async generator"

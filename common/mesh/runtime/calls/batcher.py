@@ -24,35 +24,35 @@ class Batcher(Generic[Q, R]):
         self,
         send: Callable[[list[Q]], Awaitable[list[R | Exception]]],
         *,
-        limit: int = 256,
-        in_flight: int = 1,
+        max_batch_size: int = 256,
+        max_in_flight: int = 1,
     ) -> None:
         self._send = send
-        self._limit = limit
-        self._allowed = in_flight
+        self._max_batch_size = max_batch_size
+        self._max_in_flight = max_in_flight
         self._queue: deque[tuple[Q, asyncio.Future[R]]] = deque()
-        self._alone: set[asyncio.Future[R]] = set()
+        self._unbatched: set[asyncio.Future[R]] = set()
         self._scheduled = False
         self._tasks: dict[asyncio.Task[None], list[tuple[Q, asyncio.Future[R]]]] = {}
 
-    def put(self, request: Q, *, alone: bool = False) -> asyncio.Future[R]:
+    def submit(self, request: Q, *, unbatched: bool = False) -> asyncio.Future[R]:
         """Queues a request; the future resolves with its answer. `alone`: in a batch of its own."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
-        if alone:
-            self._alone.add(future)
-            future.add_done_callback(self._alone.discard)
+        if unbatched:
+            self._unbatched.add(future)
+            future.add_done_callback(self._unbatched.discard)
         self._queue.append((request, future))
-        if not self._scheduled and len(self._tasks) < self._allowed:
+        if not self._scheduled and len(self._tasks) < self._max_in_flight:
             self._scheduled = True
-            loop.call_soon(self._fire)
+            loop.call_soon(self._send_batches)
         return future
 
-    def _fire(self) -> None:
+    def _send_batches(self) -> None:
         self._scheduled = False
-        while self._queue and len(self._tasks) < self._allowed:
+        while self._queue and len(self._tasks) < self._max_in_flight:
             batch: list[tuple[Q, asyncio.Future[R]]] = []
-            while self._queue and len(batch) < (1 if self._alone else self._limit):
+            while self._queue and len(batch) < (1 if self._unbatched else self._max_batch_size):
                 request, future = self._queue.popleft()
                 if not future.done():
                     batch.append((request, future))
@@ -60,12 +60,12 @@ class Batcher(Generic[Q, R]):
                 continue
             task = asyncio.get_running_loop().create_task(self._run(batch))
             self._tasks[task] = batch
-            task.add_done_callback(self._done)
+            task.add_done_callback(self._on_batch_done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_batch_done(self, task: asyncio.Task[None]) -> None:
         for _, future in self._tasks.pop(task):
             future.cancel()  # where it was cut off before it had answered
-        self._fire()
+        self._send_batches()
 
     async def _run(self, batch: list[tuple[Q, asyncio.Future[R]]]) -> None:
         try:

@@ -20,11 +20,13 @@ from meshrl.common.base.errors import (
 )
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
-DOUBTS = 2  # looks at which a process must have no lease: after an outage of Redis leases come back
+DEAD_AFTER_LOOKUPS = (
+    2  # looks at which a process must have no lease: after an outage of Redis leases come back
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +38,35 @@ class Route:
     incarnation: str
 
 
-class Directory:
+class ActorDirectory:
     """The routes that this process knows, filled from the registry."""
 
     def __init__(
         self,
-        state: State,
+        state: StateClient,
         clock: Clock,
         waits: WaitTable,
-        check: Callable[[registry.Entry], Awaitable[None]] | None = None,
+        verify: Callable[[registry.RegistryEntry], Awaitable[None]] | None = None,
     ) -> None:
         """`check` looks whether an entry is true; it raises HandshakeFailed when it is not."""
         self._state, self._clock, self._waits = state, clock, waits
-        self._check = check
-        self._doubted = False
-        self.silent_at = -math.inf  # when Redis last did not tell where somebody is
+        self._verify = verify
+        self._is_stale = False
+        self.redis_silent_at = -math.inf  # when Redis last did not tell where somebody is
         self._routes: dict[str, Route] = {}
-        self._lookups: dict[str, asyncio.Task[registry.Entry | None]] = {}
-        self._doubts: dict[Route, int] = {}
+        self._lookups: dict[str, asyncio.Task[registry.RegistryEntry | None]] = {}
+        self._missing_counts: dict[Route, int] = {}
 
-    def known(self, name: str) -> Route | None:
+    def find_cached(self, name: str) -> Route | None:
         """The remembered route of an actor; None: it has to be looked up."""
-        if self._doubted:
-            self._doubted = False
+        if self._is_stale:
+            self._is_stale = False
             self._routes.clear()
         return self._routes.get(name)
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """Keys may have been revoked: all are looked up again. From any thread."""
-        self._doubted = True
+        self._is_stale = True
 
     def forget(self, route: Route) -> None:
         """Drops a route that proved wrong, unless a newer one has replaced it."""
@@ -87,15 +89,15 @@ class Directory:
                 try:
                     entry = await self._look_up(name, deadline)
                     if entry is not None and entry.alive:
-                        if self._check is not None:
-                            await self._check(entry)
+                        if self._verify is not None:
+                            await self._verify(entry)
                         found = Route(entry.name, entry.address, entry.incarnation)
                         if self._routes.get(entry.name) != found:
                             self._routes[entry.name] = found
                         return self._routes[entry.name]
-                    why = _not_there(name, entry)
+                    why = _make_missing_error(name, entry)
                 except (StateUnavailable, DeadlineExceeded) as error:
-                    why, self.silent_at = why or error, self._clock.monotonic()
+                    why, self.redis_silent_at = why or error, self._clock.monotonic()
                 except WrongKeys:
                     raise
                 except HandshakeFailed as error:
@@ -105,7 +107,7 @@ class Directory:
                 await self._clock.sleep(pause)
                 pause = min(2 * pause, LONGEST_RETRY_S)
 
-    async def _look_up(self, name: str, deadline: float) -> registry.Entry | None:
+    async def _look_up(self, name: str, deadline: float) -> registry.RegistryEntry | None:
         """One look into the registry, shared by all who ask at the same time."""
         task = self._lookups.get(name)
         if task is None:
@@ -116,22 +118,22 @@ class Directory:
         async with self._clock.timeout(left, f"looking up {name}"):
             return await asyncio.shield(task)
 
-    async def dead(self, routes: Iterable[Route]) -> list[Route]:
+    async def find_dead(self, routes: Iterable[Route]) -> list[Route]:
         """The routes of `routes` whose process has lost its name: it may be stopped, its connection
         open. Nobody is declared dead while Redis is away, nor at the first look after it came back.
         """
-        doubted = self._doubts
-        self._doubts = {}
+        doubted = self._missing_counts
+        self._missing_counts = {}
         found = []
         for route in routes:
             entry = await registry.lookup(self._state, route.actor)
             if entry is not None and entry.alive:
                 if entry.incarnation != route.incarnation:
                     found.append(route)
-            elif (doubts := doubted.get(route, 0) + 1) >= DOUBTS:
+            elif (doubts := doubted.get(route, 0) + 1) >= DEAD_AFTER_LOOKUPS:
                 found.append(route)
             else:
-                self._doubts[route] = doubts
+                self._missing_counts[route] = doubts
         return found
 
     def stop(self) -> None:
@@ -140,7 +142,7 @@ class Directory:
             task.cancel()
 
 
-def _not_there(name: str, entry: registry.Entry | None) -> PeerLost:
+def _make_missing_error(name: str, entry: registry.RegistryEntry | None) -> PeerLost:
     if entry is None:
         return PeerLost(
             f"no process holds the name {name}", where="registry", fix="See `meshrl status`"

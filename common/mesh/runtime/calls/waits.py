@@ -10,8 +10,8 @@ from typing import Any
 
 from meshrl.common.base.clock import Clock
 
-SHORTEST_S = 0.25  # shorter waits are work in progress
-PUBLISHED = 100  # the longest ones
+MIN_PUBLISHED_S = 0.25  # shorter waits are work in progress
+MAX_PUBLISHED = 100  # the longest ones
 
 
 class WaitTable:
@@ -31,22 +31,22 @@ class WaitTable:
         finally:
             del self._waits[key]
 
-    def began(self, waited_s: float) -> float:
+    def compute_start(self, waited_s: float) -> float:
         """When a wait began, for `wait`, that has lasted for so long."""
         return self._clock.monotonic() - waited_s
 
-    def published(self, calls: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
+    def list_longest(self, calls: Iterable[tuple[str, str, float]]) -> list[dict[str, Any]]:
         """[{on, what, since_ms (wall), count}], the longest first; `calls` are (on, what, since) as
         well.
         """
         now = self._clock.monotonic()
         oldest: dict[tuple[str, str], tuple[float, int]] = {}
         for on, what, since in [*self._waits.values(), *calls]:
-            if now - since >= SHORTEST_S:
+            if now - since >= MIN_PUBLISHED_S:
                 first, count = oldest.get((on, what), (since, 0))
                 oldest[on, what] = (min(first, since), count + 1)
         epoch = self._clock.wall() - now
-        longest = sorted(oldest.items(), key=lambda row: row[1][0])[:PUBLISHED]
+        longest = sorted(oldest.items(), key=lambda row: row[1][0])[:MAX_PUBLISHED]
         return [
             {"on": on, "what": what, "since_ms": int((epoch + since) * 1000), "count": count}
             for (on, what), (since, count) in longest

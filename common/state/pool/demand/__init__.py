@@ -1,1 +1,1 @@
-"""Demand of the jobs for workers. Open `needs.py` first."""
+"""Demand of the jobs for workers. Open `requirements.py` first."""

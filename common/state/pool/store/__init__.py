@@ -1,1 +1,1 @@
-"""The pool in Redis. Open `store.py` first."""
+"""The pool in Redis. Open `pool_rows.py` first."""

@@ -7,147 +7,169 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from meshrl.common.state.pool.placing.decisions import (
-    Admit,
+from meshrl.common.state.pool.scheduling.decisions import (
+    AssignServices,
     Decision,
+    DissolveGang,
     FailJob,
     FinishMove,
-    HostGone,
-    Judge,
-    Lose,
-    Place,
-    Serve,
+    FormGang,
+    MarkWorkerLost,
+    PlaceInstance,
+    RejectRequest,
+    RemoveInstance,
+    ReportHostPresence,
+    ReportMoveOutcome,
+    SetBlockReason,
 )
-from meshrl.common.state.pool.placing.snapshot import Move
+from meshrl.common.state.pool.scheduling.snapshot import Move
 from meshrl.common.state.pool.workers.rows import (
-    Apart,
-    Budget,
-    Doing,
+    ExpertSplit,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
+    TierBytes,
     WorkerRow,
 )
 
-RESIDENT, REPORT = "resident:", "report:"  # begin the names of fields of a gang's row
+INSTANCE_PREFIX, REPORT_PREFIX = "resident:", "report:"  # begin the names of fields of a gang's row
 # What the planner wants of a resident, and what a worker says of itself, beside what needs a type.
-WANTED = ("job", "role", "core", "tier", "turns", "pinned", "generation", "epoch")
-ABOUT = ("host", "accelerator", "uuid", "market", "network")
-# By which the script knows decisions that it does not know by the names of their classes.
-KINDS: Mapping[type, str] = {HostGone: "host_gone", FailJob: "fail", FinishMove: "finish"}
+DESIRED_FIELDS = ("job", "role", "core", "tier", "turns", "pinned", "generation", "epoch")
+WORKER_FIELDS = ("host", "accelerator", "uuid", "market", "network")
+# By which the script knows decisions.
+DECISION_KINDS: Mapping[type, str] = {
+    FormGang: "form",
+    DissolveGang: "dissolve",
+    PlaceInstance: "place",
+    RemoveInstance: "remove",
+    MarkWorkerLost: "lose",
+    ReportHostPresence: "host_gone",
+    SetBlockReason: "admit",
+    FailJob: "fail",
+    AssignServices: "serve",
+    FinishMove: "finish",
+    RejectRequest: "decline",
+    ReportMoveOutcome: "judge",
+}
 
 
-def resident_document(resident: Resident) -> dict[str, Any]:
+def encode_instance(instance: Instance) -> dict[str, Any]:
     """What is wanted of a resident; what is reported of it is others' to write."""
-    apart = resident.apart.told() if resident.apart is not None else None
-    wanted = {name: getattr(resident, name) for name in WANTED}
-    return wanted | {"ranks": list(resident.ranks), "apart": apart}
+    apart = instance.apart.to_list() if instance.apart is not None else None
+    wanted = {name: getattr(instance, name) for name in DESIRED_FIELDS}
+    return wanted | {"ranks": list(instance.ranks), "apart": apart}
 
 
-def resident_of(id: str, row: Mapping[str, Any], reports: Mapping[int, Report]) -> Resident:
+def decode_instance(
+    id: str, row: Mapping[str, Any], reports: Mapping[int, InstanceReport]
+) -> Instance:
     """The resident that its gang's row describes."""
     typed: dict[str, Any] = {
         "role": Role(row["role"]),
         "ranks": tuple(row["ranks"]),
         "tier": Tier(row["tier"]),
-        "apart": Apart.of(row.get("apart")),
+        "apart": ExpertSplit.from_list(row.get("apart")),
     }
-    return Resident(**{**row, **typed, "id": id, "reports": reports})
+    return Instance(**{**row, **typed, "id": id, "reports": reports})
 
 
-def report_document(report: Report) -> dict[str, Any]:
+def encode_report(report: InstanceReport) -> dict[str, Any]:
     """What a worker says of a resident on it, but for its rank, which names the field."""
     return {name: value for name, value in asdict(report).items() if name != "rank"}
 
 
-def report_of(rank: int, row: Mapping[str, Any]) -> Report:
+def decode_report(rank: int, row: Mapping[str, Any]) -> InstanceReport:
     """The report that a gang's row has of one rank."""
-    typed = {"doing": Doing(row["doing"]), "tier": Tier(row["tier"])}
-    return Report(**{**row, **typed, "rank": rank, "held": Budget(**row["held"])})
+    typed = {"doing": InstancePhase(row["doing"]), "tier": Tier(row["tier"])}
+    return InstanceReport(**{**row, **typed, "rank": rank, "held": TierBytes(**row["held"])})
 
 
-def worker_document(worker: WorkerRow) -> dict[str, Any]:
+def encode_worker(worker: WorkerRow) -> dict[str, Any]:
     """What a worker says of itself when it joins."""
-    about = {name: getattr(worker, name) for name in ABOUT}
+    about = {name: getattr(worker, name) for name in WORKER_FIELDS}
     return about | {"budget": asdict(worker.budget)}
 
 
-def worker_of(row: Mapping[str, Any]) -> WorkerRow:
+def decode_worker(row: Mapping[str, Any]) -> WorkerRow:
     """The worker of a row."""
     rest = {name: row[name] for name in ("id", "token", "gang", "membership", "revision")}
-    typed = {"alive": row.get("alive", True), "budget": Budget(**row["about"]["budget"])}
+    typed = {"alive": row.get("alive", True), "budget": TierBytes(**row["about"]["budget"])}
     return WorkerRow(**{**row["about"], **rest, **typed})
 
 
-def gang_of(row: Mapping[str, Any]) -> Gang:
+def decode_gang(row: Mapping[str, Any]) -> Gang:
     """The gang of a row, with its residents in the order in which they came."""
     wishes: dict[str, Mapping[str, Any]] = {}
-    reports: dict[str, dict[int, Report]] = {}
+    reports: dict[str, dict[int, InstanceReport]] = {}
     for field, value in row.items():
-        if field.startswith(RESIDENT):
-            wishes[field.removeprefix(RESIDENT)] = value
-        elif field.startswith(REPORT):
-            id, _, rank = field.removeprefix(REPORT).rpartition(":")
-            reports.setdefault(id, {})[int(rank)] = report_of(int(rank), value)
-    residents = (resident_of(id, wishes[id], reports.get(id, {})) for id in wishes)
+        if field.startswith(INSTANCE_PREFIX):
+            wishes[field.removeprefix(INSTANCE_PREFIX)] = value
+        elif field.startswith(REPORT_PREFIX):
+            id, _, rank = field.removeprefix(REPORT_PREFIX).rpartition(":")
+            reports.setdefault(id, {})[int(rank)] = decode_report(int(rank), value)
+    residents = (decode_instance(id, wishes[id], reports.get(id, {})) for id in wishes)
     return Gang(
         id=row["id"],
         workers=tuple(row["workers"]),
         membership=row["membership"],
-        residents=tuple(sorted(residents, key=lambda one: numbered(one.id))),
+        residents=tuple(sorted(residents, key=lambda one: id_sort_key(one.id))),
         formed_ms=row["formed_ms"],
         placed=row["placed"],
     )
 
 
-def move_document(move: Move) -> dict[str, Any]:
+def encode_move(move: Move) -> dict[str, Any]:
     """A move under way, but for the id of the resident, which names the field."""
     return {name: value for name, value in asdict(move).items() if name != "id"}
 
 
-def numbered(id: str) -> tuple[int, str]:
+def id_sort_key(id: str) -> tuple[int, str]:
     """By what ids that end with a number rise: w2 before w10."""
     return len(id), id
 
 
-def written(decision: Decision, index: int) -> dict[str, Any]:
+def encode_decision(decision: Decision, index: int) -> dict[str, Any]:
     """The arguments of one decision, the `index`-th of its write. `extra` is what its event tells
     beside what the script knows better.
     """
-    row = _arguments(decision)
+    row = _encode_fields(decision)
     why = decision.why
     extra = why.inputs | ({"job": why.job} if why.job else {}) | row.pop("extra", {})
     return row | {"index": index, "rule": why.rule, "extra": json.dumps(extra)}
 
 
-def _arguments(decision: Decision) -> dict[str, Any]:
+def _encode_fields(decision: Decision) -> dict[str, Any]:
     """A decision's own fields under its kind, but where the script acts by others."""
-    made = type(decision)
-    kind = {"kind": KINDS.get(made, made.__name__.lower())}
+    kind = {"kind": DECISION_KINDS[type(decision)]}
     match decision:
-        case Place():
-            return kind | _place(decision)
-        case Lose(worker, why):
+        case PlaceInstance():
+            return kind | _encode_placement(decision)
+        case MarkWorkerLost(worker, why):
             reason = why.inputs.get("reason", "its worker is gone")
             return kind | {"worker": worker, "reason": reason}
-        case Serve(host, services):
+        case AssignServices(host, services):
             names = list(services)
             return kind | {"host": host, "row": json.dumps(names), "extra": {"services": names}}
         case FinishMove(move, undone, details):
             row = {"id": move.id, "gang": move.gang, "started_ms": move.started_ms}
             return kind | row | {"undone": undone, "extra": details}
-        case Judge(job, details):
+        case ReportMoveOutcome(job, details):
             return kind | {"job": job, "extra": details}
     rest = {one.name: getattr(decision, one.name) for one in fields(decision)}
     del rest["why"]
-    return kind | rest | ({"extra": {"job": rest["job"]}} if isinstance(decision, Admit) else {})
+    return (
+        kind
+        | rest
+        | ({"extra": {"job": rest["job"]}} if isinstance(decision, SetBlockReason) else {})
+    )
 
 
-def _place(decision: Place) -> dict[str, Any]:
+def _encode_placement(decision: PlaceInstance) -> dict[str, Any]:
     resident, move = decision.resident, decision.move
-    row = resident_document(resident)
+    row = encode_instance(resident)
     told = {key: row[key] for key in ("job", "role", "core", "tier", "generation", "epoch")}
     about = {"gang": decision.gang, "resident": resident.id, "pinned": resident.pinned}
     found = {
@@ -160,4 +182,4 @@ def _place(decision: Place) -> dict[str, Any]:
         "op": decision.op,
         "extra": told | about | {"reason": decision.why.rule},
     }
-    return found | ({"move": json.dumps(move_document(move))} if move is not None else {})
+    return found | ({"move": json.dumps(encode_move(move))} if move is not None else {})

@@ -28,7 +28,7 @@ class Tier(StrEnum):
     ABSENT = "absent"  # there is no process: a checkpoint is what is left
 
 
-class Doing(StrEnum):
+class InstancePhase(StrEnum):
     """What a worker says of one resident's process."""
 
     STARTING = "starting"
@@ -40,7 +40,7 @@ class Doing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class TierBytes:
     """Bytes that residents of a worker may take; 0: as many as there are."""
 
     accelerator: int = 0  # on a CPU worker a declared number, which is accounted all the same
@@ -57,7 +57,7 @@ class WorkerRow:
     accelerator: str  # as cpu:0
     token: int  # of its process's lease
     alive: bool = True
-    budget: Budget = Budget()
+    budget: TierBytes = TierBytes()
     uuid: str = ""  # of its GPU or MIG instance; empty: a CPU slot
     market: str = "reserved"  # reserved | spot | lent
     network: str = ""  # that its host is in, by name; empty: the head's
@@ -67,21 +67,21 @@ class WorkerRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class InstanceReport:
     """What a worker says of a resident's process on it."""
 
     rank: int  # of the worker in its gang
     generation: int  # of the process
     epoch: int  # the wish that it acts under
     token: int  # of the worker's lease
-    doing: Doing
+    doing: InstancePhase
     tier: Tier  # where the tensors are now
     detail: str = ""
-    held: Budget = Budget()  # bytes that it takes of each
+    held: TierBytes = TierBytes()  # bytes that it takes of each
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class ExpertSplit:
     """How the ranks of a core divide a mixture, as the planner has chosen: the first ones have
     attention, the others experts.
     """
@@ -90,21 +90,21 @@ class Apart:
     micro_batches: int  # bins of each of them in a round
     hosted: tuple[int, ...]  # by mixture layer: experts that each of them has, too
 
-    def told(self) -> list[int]:
+    def to_list(self) -> list[int]:
         """All of it, as JSON takes it."""
         return [self.attention, self.micro_batches, *self.hosted]
 
     @classmethod
-    def of(cls, told: Sequence[int] | None) -> Apart | None:
-        """What was `told`; None of None."""
-        if told is None:
+    def from_list(cls, numbers: Sequence[int] | None) -> ExpertSplit | None:
+        """The value of `numbers`; None of None."""
+        if numbers is None:
             return None
-        attention, micro_batches, *hosted = told
+        attention, micro_batches, *hosted = numbers
         return cls(attention, micro_batches, tuple(hosted))
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
+class Instance:
     """A role of a job on a gang: a role process on each of the gang's ranks that it occupies.
 
     Another `generation` is another process; another `epoch` is another wish, and never a restart.
@@ -118,46 +118,53 @@ class Resident:
     tier: Tier = Tier.ACCELERATOR  # wanted
     turns: bool = False  # it computes by turns with the other residents of its gang
     pinned: bool = False  # put there by hand: the policy leaves it alone
-    apart: Apart | None = None  # of a core's ranks; None: as its job file has it
+    apart: ExpertSplit | None = None  # of a core's ranks; None: as its job file has it
     generation: int = 1
     epoch: int = 1
     changed_ms: int = 0  # when the wish was written
-    reports: Mapping[int, Report] = field(default_factory=dict)  # by rank
+    reports: Mapping[int, InstanceReport] = field(default_factory=dict)  # by rank
 
     @property
-    def settled(self) -> bool:
+    def is_reconciled(self) -> bool:
         """Whether all its ranks do what was wished last."""
-        return all(self._done(self.reports.get(rank)) for rank in self.ranks)
+        return all(self._is_rank_reconciled(self.reports.get(rank)) for rank in self.ranks)
 
     @property
-    def doing(self) -> Doing:
+    def phase(self) -> InstancePhase:
         """What the rank does that is furthest from done."""
-        return max(map(self._does, map(self.reports.get, self.ranks)), key=_FAR.index)
+        return max(map(self._rank_phase, map(self.reports.get, self.ranks)), key=_PHASE_ORDER.index)
 
     @property
     def detail(self) -> str:
         """What the first rank that is furthest from done says."""
-        far = self.doing
-        told = (r.detail for r in self.reports.values() if r.doing == self._does(r) == far)
+        far = self.phase
+        told = (r.detail for r in self.reports.values() if r.doing == self._rank_phase(r) == far)
         return next(filter(None, told), "")
 
-    def _does(self, report: Report | None) -> Doing:
+    def _rank_phase(self, report: InstanceReport | None) -> InstancePhase:
         """What a rank does; what it said of an earlier wish says nothing of how this one goes."""
         if report is None or report.generation != self.generation:
-            return Doing.STARTING
-        if report.epoch == self.epoch or report.doing == Doing.STARTING:
+            return InstancePhase.STARTING
+        if report.epoch == self.epoch or report.doing == InstancePhase.STARTING:
             return report.doing
-        return Doing.MOVING
+        return InstancePhase.MOVING
 
-    def _done(self, report: Report | None) -> bool:
+    def _is_rank_reconciled(self, report: InstanceReport | None) -> bool:
         if report is None or (report.generation, report.epoch) != (self.generation, self.epoch):
             return False
-        if report.doing == Doing.GONE:  # one that died asleep starts when it is to wake
+        if report.doing == InstancePhase.GONE:  # one that died asleep starts when it is to wake
             return self.tier != Tier.ACCELERATOR
-        return report.doing == Doing.READY and report.tier == self.tier != Tier.ABSENT
+        return report.doing == InstancePhase.READY and report.tier == self.tier != Tier.ABSENT
 
 
-_FAR = (Doing.GONE, Doing.READY, Doing.MOVING, Doing.STARTING, Doing.DRAINING, Doing.FAILED)
+_PHASE_ORDER = (
+    InstancePhase.GONE,
+    InstancePhase.READY,
+    InstancePhase.MOVING,
+    InstancePhase.STARTING,
+    InstancePhase.DRAINING,
+    InstancePhase.FAILED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +174,11 @@ class Gang:
     id: str
     workers: tuple[str, ...]  # ids, in rank order
     membership: int  # of its workers' records
-    residents: tuple[Resident, ...] = ()
+    residents: tuple[Instance, ...] = ()
     formed_ms: int = 0
     placed: int = 0  # residents that it has had: the next one is <gang>.<this>
 
     @property
-    def settled(self) -> bool:
+    def is_reconciled(self) -> bool:
         """Whether all its residents do what was wished last."""
-        return all(resident.settled for resident in self.residents)
+        return all(resident.is_reconciled for resident in self.residents)

@@ -1,1 +1,1 @@
-"""Access to Redis from other hosts: ports, certificates, users. Open `network.py` first."""
+"""Access to Redis from other hosts: ports, certificates, users. Open `redis_network.py` first."""

@@ -1,1 +1,1 @@
-"""The reward `code_tests`. Open `grading.py` first."""
+"""The reward `code_tests`. Open `code_reward.py` first."""

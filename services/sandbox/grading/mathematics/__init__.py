@@ -1,1 +1,1 @@
-"""The reward `math`. Open `maths.py` first."""
+"""The reward `math`. Open `math_reward.py` first."""

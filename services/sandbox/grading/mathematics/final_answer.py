@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from meshrl.services.sandbox.grading.mathematics import latex
 
-LAST = 20_000  # characters at the end of a text in which statements are looked for
-SENTENCE = 2_000  # longest sentence that is read
-GAP = 200  # longest text between two boxes that are one answer
+MAX_TAIL_CHARACTERS = 20_000  # characters at the end of a text in which statements are looked for
+MAX_SENTENCE_CHARACTERS = 2_000  # longest sentence that is read
+MAX_BOX_GAP = 200  # longest text between two boxes that are one answer
 TAG = re.compile(
     r"<answer>((?:(?!<answer>).)*?)</answer>"
     r"|<\|begin_of_box\|>((?:(?!<\|begin_of_box\|>).)*?)<\|end_of_box\|>",
@@ -21,110 +21,116 @@ TAG = re.compile(
 HASHES = re.compile(r"^[ \t]*####[ \t]*(?!#)(\S[^\n]*)", re.MULTILINE)
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?"
 NAMES = re.compile(rf"({NAME})\s*=\s*\$?\s*$")
-JOINED = re.compile(
+BOX_SEPARATOR = re.compile(
     r"[\s$.]*(?:,|;|\band\b|\bor\b|\\text\{\s*(?:and|or)\s*\})?[\s$]*" rf"(?:{NAME}\s*=[\s$]*)?"
 )
 
 # ---- statements ----------------------------------------------------------------------------------
 
-SAID = re.compile(
+ANSWER_IS = re.compile(
     r"(?im:\banswer(?:\s+to\s+(?:the|this)\s+(?:question|problem))?\s*"
     r"(?:(?:is|are|was|would\s+be|must\s+be|should\s+be)\b\s*(?:therefore|thus|simply)?\s*[:=]?"
     r"|[:=]|\n)|^\s*A\s*:|\b(?:respuesta|réponse|antwort|ответ)\s*(?:est|es|ist)?\s*:?"
     r"|(?:答案|答え|정답|解答|(?<![一-龥])答)\s*(?:应该)?(?:是|为|為|は|은|는)?\s*[:=]?)"
     r"[\s*_`]*(?=(?P<said>[^\s*_`][^\n]*))"
 )
-IS_IT = re.compile(
+IS_THE_ANSWER = re.compile(
     r"(?P<said>\$[^$\n]{1,200}\$|[^\s,;]{1,80})\s+is\s+(?:the|our|my)\s+(?:final\s+|correct\s+)*answer\b"
 )
 SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|;\s")
 REASON = re.compile(r"\s*,?\s+(?i:because|since|as|where|which|so)\b(?!\s*\\)|\s*,\s+(?i:not)\s")
-RETRACTED = re.compile(
+RETRACTION = re.compile(
     r"(?i)\b(?:wait|actually|correction|instead|rather|mistake|wrong|hold on|hmm)\b"
 )
-NEGATED = re.compile(r"(?i)^\W*(?:(?:not|never|neither|unknown|unclear)\b|不|并非)")
-RELATIVE = re.compile(
+NEGATION = re.compile(r"(?i)^\W*(?:(?:not|never|neither|unknown|unclear)\b|不|并非)")
+COMPARISON = re.compile(
     r"(?i)\b(?:than|at\s+(?:least|most)|between|above|below|up\s+to|exceeds?|in\s+the\s+range|from)\b(?!.*\bso\b)"
 )
 
 # ---- the last sentence ---------------------------------------------------------------------------
 
-DISPLAYED = re.compile(r"(?:\\\[((?:(?!\\\[).)*)\\\]|\$\$((?:(?!\$\$).)+)\$\$)[\s.]*\Z", re.DOTALL)
+DISPLAY_MATH = re.compile(
+    r"(?:\\\[((?:(?!\\\[).)*)\\\]|\$\$((?:(?!\$\$).)+)\$\$)[\s.]*\Z", re.DOTALL
+)
 POLITE = re.compile(
     r"(?i)\b(?:hope (?:this|it|that)|let me know|feel free|thank|happy to|good luck|questions)\b"
 )
-SUPPOSED = re.compile(
+SUPPOSITION = re.compile(
     r"(?i)(?:^\W*(?:let|suppose|assume|say|if|consider|try|imagine|recall|first|next)\b"
     r"|\b(?:let['’]?s?|suppose|assume|guess|maybe|perhaps|might|could|whether)\b"
     r"|\b(?:to|must|should|will|us)\s+(?:find|solve|compute|calculate|determine|think|check|try)\b)"
     r"(?!.*\b(?:so|then)\b[^.]*=|.*\bso\b)"
 )
-UNTRUE = re.compile(
+DENIAL = re.compile(
     r"(?i)\b(?:not|never|cannot|neither|nor|wrong|incorrect|false|impossible|doubt)\b|n['’]t\b"
 )
 REFERENCE = re.compile(
     r"(?i)\b(?:problem|exercise|page|see|equation|figure|table|step|section|chapter|line|question"
     r"|example|theorem|case)\s*\(?\d[\d.]*\)?\W*$"
 )
-CLAIMED = re.compile(
+CLAIM = re.compile(
     r".*(?:\b(?i:is|are|be|equals?|gives?|get|of)\s|[:=])\s*(?P<value>\S.*)", re.DOTALL
 )
 CLAUSE = re.compile(r"[.,;!?\n]")
 BREAK = re.compile(r"(?<=[.!?])\s+|\n+|;\s+")
 VALUE_END = re.compile(r".*[\d$}\])%π∞]", re.DOTALL)
 TAIL = re.compile(r"[A-Za-z°]?(?:[\s*_`\"'”’]+[A-Za-z°/-]+){0,6}[\s*_`\"'”’」』.!✓✔✅]*")
-NO_TAIL = re.compile(
+TAIL_EXCLUSION = re.compile(
     r"(?i)\b(?:then|we|i|but|have|has|is|are|was|let|think|need|because|if|which|when|until)\b"
 )
-WRAPPED = re.compile(
+MARKUP_WRAPPER = re.compile(
     r"(?:\*{1,3}|_{1,2}|`+|\$\$?|\"|“|'|‘|「|\\\(|\\\[)\s*(?P<inside>.*?)\s*"
     r"(?:\*{1,3}|_{1,2}|`+|\$\$?|\"|”|'|’|」|\\\)|\\\])",
     re.DOTALL,
 )
-MARKS = " \t\n*_`✓✔✅"
+MARKUP_CHARACTERS = " \t\n*_`✓✔✅"
 PERCENTAGE = re.compile(r"-?[\d.,]+\s*%")
-BRACKETED = re.compile(r"\(([^(),;]*)\)")
+BRACKET_WRAPPER = re.compile(r"\(([^(),;]*)\)")
 WORD = re.compile(  # a word, or a unit
     r"(?<![\\A-Za-z])[A-Za-z]{2,}|\d\s+[A-Za-z]$|[\u00c0-\u024f\u0400-\u04ff\u3040-\uffff]"
 )
 
 
 @dataclass(frozen=True)
-class Stated:
+class AnswerReading:
     """A way to read what counts as the answer."""
 
     text: str
-    alone: bool  # the answer and nothing else, read as LaTeX; else words that end with it
+    is_bare_value: bool  # the answer and nothing else, read as LaTeX; else words that end with it
 
 
-def stated(text: str) -> list[Stated]:
+def read_final_answer(text: str) -> list[AnswerReading]:
     """Return the ways to read the final answer, of which any may be right; none if there is none.
 
     The last box counts, or the boxes at the end with nothing but commas, "and" or "or" between
     them; else the last tag; else the last `####`; else the last "answer is"; else the last
     sentence, if that states something.
     """
-    if (boxed := _boxed(text)) is not None:
-        return [Stated(boxed, True)]
-    text = text[-LAST:]
+    if (boxed := _read_boxes(text)) is not None:
+        return [AnswerReading(boxed, True)]
+    text = text[-MAX_TAIL_CHARACTERS:]
     if found := TAG.findall(text):
         content = next((one for one in found[-1] if one), "").strip()
-        return stated(content) if "\n" in content or SAID.search(content) else _sentence(content)
+        return (
+            read_final_answer(content)
+            if "\n" in content or ANSWER_IS.search(content)
+            else _read_sentence(content)
+        )
     if found := HASHES.findall(text):
-        return _sentence(found[-1])
-    if (said := _statement(text)) is not None:
-        return _sentence(said)
-    return _last_sentence(text)
+        return _read_sentence(found[-1])
+    if (said := _find_statement(text)) is not None:
+        return _read_sentence(said)
+    return _read_last_sentence(text)
 
 
-def _boxed(text: str) -> str | None:
-    found = list(latex.boxes(text))
+def _read_boxes(text: str) -> str | None:
+    found = list(latex.find_boxes(text))
     if not found:
         return None
     run = [found[-1]]
     for box in reversed(found[:-1]):
         between = text[box[1] : run[0][0]]
-        if len(between) > GAP or not JOINED.fullmatch(between):
+        if len(between) > MAX_BOX_GAP or not BOX_SEPARATOR.fullmatch(between):
             break
         run.insert(0, box)
     names = [NAMES.search(text[max(0, start - 80) : start]) for start, _, _ in run]
@@ -139,87 +145,98 @@ def _boxed(text: str) -> str | None:
     return ", ".join(dict.fromkeys(contents))
 
 
-def _statement(text: str) -> str | None:
+def _find_statement(text: str) -> str | None:
     """Return the answer that the last statement names; None: none does, or it is taken back."""
     last = None
-    for pattern in (SAID, IS_IT):
+    for pattern in (ANSWER_IS, IS_THE_ANSWER):
         for match in pattern.finditer(text):
             clause = CLAUSE.split(text[max(0, match.start() - 200) : match.start()])[-1]
-            if SUPPOSED.search(clause) or UNTRUE.search(clause):
+            if SUPPOSITION.search(clause) or DENIAL.search(clause):
                 continue
             if last is None or match.start("said") > last.start("said"):
                 last = match
-    if last is None or RETRACTED.search(text, last.end("said")):
+    if last is None or RETRACTION.search(text, last.end("said")):
         return None
     said = last["said"]
     if end := SENTENCE_END.search(said):
-        if RETRACTED.search(said, end.end()):
+        if RETRACTION.search(said, end.end()):
             return None
         said = "" if end[0] == "?" else said[: end.start()]
     if reason := REASON.search(said):
         said = said[: reason.start()]
-    return "" if NEGATED.search(said) or RELATIVE.search(said) else said
+    return "" if NEGATION.search(said) or COMPARISON.search(said) else said
 
 
-def _last_sentence(text: str) -> list[Stated]:
-    if match := DISPLAYED.search(text):
+def _read_last_sentence(text: str) -> list[AnswerReading]:
+    if match := DISPLAY_MATH.search(text):
         inside = (match[1] or match[2]).strip()
-        return [Stated(f"${inside}$", False), Stated(inside, True)]
+        return [AnswerReading(f"${inside}$", False), AnswerReading(inside, True)]
     lines = [line.strip() for line in text.splitlines()]
     lines = [line for line in lines if line.strip("`~ ") and not POLITE.search(line)]
     if not lines:
         return []
     sentences = [one for one in BREAK.split(lines[-1]) if one.strip(" *_`")]
-    return _sentence(sentences[-1]) if sentences else []
+    return _read_sentence(sentences[-1]) if sentences else []
 
 
-def _sentence(said: str) -> list[Stated]:
+def _read_sentence(sentence: str) -> list[AnswerReading]:
     """Return the ways to read a sentence or a marked answer; none if it asks or supposes."""
-    said = said.strip()
-    if len(said) > SENTENCE or said.rstrip(MARKS).endswith("?"):
+    sentence = sentence.strip()
+    if len(sentence) > MAX_SENTENCE_CHARACTERS or sentence.rstrip(MARKUP_CHARACTERS).endswith("?"):
         return []
-    if _has_words(unwrapped(said)) and re.search(r"[\d\\$]", said) and not _states(said):
+    if (
+        _has_words(strip_markup(sentence))
+        and re.search(r"[\d\\$]", sentence)
+        and not _is_claim(sentence)
+    ):
         return []
-    return _readings(said)
+    return _read_fragment(sentence)
 
 
-def _states(sentence: str) -> bool:
+def _is_claim(sentence: str) -> bool:
     """True if a sentence ends with a value, and at most six words, and claims it."""
     value = VALUE_END.match(sentence)
     tail = sentence[value.end() :] if value else ""
-    if value is None or not TAIL.fullmatch(tail) or NO_TAIL.search(tail):
+    if value is None or not TAIL.fullmatch(tail) or TAIL_EXCLUSION.search(tail):
         return False
-    return not any(p.search(sentence) for p in (SUPPOSED, UNTRUE, RELATIVE, REFERENCE))
+    return not any(p.search(sentence) for p in (SUPPOSITION, DENIAL, COMPARISON, REFERENCE))
 
 
-def _readings(said: str) -> list[Stated]:
+def _read_fragment(fragment: str) -> list[AnswerReading]:
     """Return the ways to read a fragment: alone, or with its words if it has any."""
-    said = said.strip()
-    if not said:
+    fragment = fragment.strip()
+    if not fragment:
         return []
-    bare = unwrapped(said)
+    bare = strip_markup(fragment)
     if not _has_words(bare):
-        return [Stated(bare, True), *([Stated(bare, False)] if PERCENTAGE.fullmatch(bare) else [])]
-    ways = [Stated(said, False)] if bare == said else [Stated(said, False), Stated(bare, False)]
-    claimed = CLAIMED.fullmatch(bare)
+        return [
+            AnswerReading(bare, True),
+            *([AnswerReading(bare, False)] if PERCENTAGE.fullmatch(bare) else []),
+        ]
+    ways = (
+        [AnswerReading(fragment, False)]
+        if bare == fragment
+        else [AnswerReading(fragment, False), AnswerReading(bare, False)]
+    )
+    claimed = CLAIM.fullmatch(bare)
     several = claimed and re.search(r"\b(?:or|and)\b", bare[: claimed.start("value")])
-    if claimed and not several and not _has_words(value := unwrapped(claimed["value"])):
-        ways.append(Stated(value, True))
+    if claimed and not several and not _has_words(value := strip_markup(claimed["value"])):
+        ways.append(AnswerReading(value, True))
     return ways
 
 
 def _has_words(text: str) -> bool:
-    text = re.sub(latex.TEXT + r"\s*\{[^{}]*\}|\b(?:and|or)\b", "", text)
+    text = re.sub(latex.TEXT_COMMAND + r"\s*\{[^{}]*\}|\b(?:and|or)\b", "", text)
     return bool(WORD.search(text))
 
 
-def unwrapped(said: str) -> str:
+def strip_markup(text: str) -> str:
     """Return the text without the markup, quotes and brackets around all of it."""
     before = None
-    while said != before:
-        before = said
-        said = said.strip(MARKS).rstrip(".!").strip(MARKS)
-        for pattern in (WRAPPED, BRACKETED):
-            if (match := pattern.fullmatch(said)) and match[1].strip():
-                said = match[1]
-    return said
+    while text != before:
+        before = text
+        text = text.strip(MARKUP_CHARACTERS).rstrip(".!").strip(MARKUP_CHARACTERS)
+        for pattern in (MARKUP_WRAPPER, BRACKET_WRAPPER):
+            if (match := pattern.fullmatch(text)) and match[1].strip():
+                text = match[1]
+    return text

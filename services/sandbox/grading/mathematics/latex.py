@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-TEXT = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
+TEXT_COMMAND = r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)"
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|(\d))")
 SIGNS = {"−": "-", "–": "-", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ", "×": r"\times "}
 SIGNS |= {"·": r"\cdot ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "€": "", "£": ""}
@@ -31,23 +31,23 @@ SPELLINGS = [
         ),
         r"\1{\\frac{\2\\pi}{180}}",
     ),
-    (re.compile(TEXT + r"\{\s*(-?[\d.,]+)\s*[A-Za-z/^0-9 ]*\}$"), r"\1"),  # \text{12 cm}
+    (re.compile(TEXT_COMMAND + r"\{\s*(-?[\d.,]+)\s*[A-Za-z/^0-9 ]*\}$"), r"\1"),  # \text{12 cm}
     (re.compile(r"\\log_\{?e\}?"), r"\\ln"),
     (re.compile(r"\\lg(?![a-z])"), r"\\log_{10}"),
     (re.compile(r"\\(?:mathrm|text)\{([ei])\}"), r"\1"),
 ]
 MIXED_PERCENT = re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%")
-REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")
+REPEATING_DECIMAL = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{?(\d+)\}?")
 LETTER = re.compile(r"\(?([A-Ja-j])\)?\**")
-LABELLED = re.compile(r"(?:\(([A-J])\)|([A-J])[.):])\s*(?!.*\b(?:or|and)\b)[^,;]*")
-CHOSEN = re.compile(
+LABELLED_CHOICE = re.compile(r"(?:\(([A-J])\)|([A-J])[.):])\s*(?!.*\b(?:or|and)\b)[^,;]*")
+CHOICE_STATEMENT = re.compile(
     r"(?i:\b(?:answer|option|choice)\b)(?:\s+is)?\s*:?\s*\**\(?([A-J])\)?\**\.?\s*$"
 )
 
 
-def boxes(text: str) -> Iterator[tuple[int, int, str]]:
+def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
     """(start, end, content) of outermost boxes whose braces balance."""
-    ends = _braces(text)
+    ends = _match_braces(text)
     at = 0
     for match in BOX.finditer(text):
         if match.start() < at:
@@ -59,7 +59,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
             at = end
 
 
-def _braces(text: str) -> dict[int, int]:
+def _match_braces(text: str) -> dict[int, int]:
     """Where each brace that is closed ends, by where it opens; in one pass."""
     ends: dict[int, int] = {}
     opened: list[int] = []
@@ -76,47 +76,47 @@ def _braces(text: str) -> dict[int, int]:
     return ends
 
 
-def cleaned(text: str) -> str:
+def normalize(text: str) -> str:
     """The same in spellings that math-verify reads."""
     text = re.sub(r"^\s*&?\s*(?:=|\\approx|\\sim)\s*", "", text.strip())
-    inner = list(boxes(text))
+    inner = list(find_boxes(text))
     if len(inner) == 1 and inner[0][:2] == (0, len(text)):
-        return cleaned(inner[0][2])
+        return normalize(inner[0][2])
     for sign, spelling in SIGNS.items():
         text = text.replace(sign, spelling)
     for pattern, spelling in SPELLINGS:
         text = pattern.sub(spelling, text)
-    text = MIXED_PERCENT.sub(_mixed_percent, text)
-    text = REPEATING.sub(_repeating, text)
+    text = MIXED_PERCENT.sub(_replace_mixed_percent, text)
+    text = REPEATING_DECIMAL.sub(_replace_repeating_decimal, text)
     return text if text.endswith("\\ ") else text.rstrip(". ")
 
 
-def _mixed_percent(match: re.Match[str]) -> str:
+def _replace_mixed_percent(match: re.Match[str]) -> str:
     whole, over, under = int(match[1]), int(match[2]), int(match[3])
     return rf"\frac{{{whole * under + over}}}{{{under}}}\%"
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _replace_repeating_decimal(match: re.Match[str]) -> str:
     whole, head, tail = match[1] or "0", match[2], match[3]
     over = int(whole + head + tail) - int(whole + head)
     return rf"\frac{{{over}}}{{{(10 ** len(tail) - 1) * 10 ** len(head)}}}"
 
 
-def plain(text: str) -> str:
+def strip_text_commands(text: str) -> str:
     """The text without the commands that set words."""
-    return re.sub(TEXT + r"\s*\{([^{}]*)\}", r"\1", text)
+    return re.sub(TEXT_COMMAND + r"\s*\{([^{}]*)\}", r"\1", text)
 
 
-def words(text: str) -> str | None:
+def normalize_words(text: str) -> str | None:
     """The text in small letters, if it is nothing but words; else None."""
-    text = re.sub(r"\s+", " ", plain(text)).strip(" .*$()").lower()
+    text = re.sub(r"\s+", " ", strip_text_commands(text)).strip(" .*$()").lower()
     return text if re.fullmatch(r"[a-z][a-z ,'-]*", text) else None
 
 
-def letter(text: str, boxed: bool) -> str:
+def find_choice(text: str, is_bare_value: bool) -> str:
     """The choice that it names, as `B`, `(B)`, `B. 12`, `The answer is C.`; empty: none."""
-    text = plain(text).strip(" $*")
-    match = LETTER.fullmatch(text.rstrip(".")) or LABELLED.fullmatch(text)
-    if match is None and not boxed:
-        match = CHOSEN.search(text)
+    text = strip_text_commands(text).strip(" $*")
+    match = LETTER.fullmatch(text.rstrip(".")) or LABELLED_CHOICE.fullmatch(text)
+    if match is None and not is_bare_value:
+        match = CHOICE_STATEMENT.search(text)
     return next((g.upper() for g in match.groups() if g), "") if match else ""

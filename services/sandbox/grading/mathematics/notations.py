@@ -8,7 +8,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-RELATIVE = Fraction(1, 10**6)  # of two numbers in scientific notation: as six decimals of any other
+MAX_RELATIVE_ERROR = Fraction(
+    1, 10**6
+)  # of two numbers in scientific notation: as six decimals of any other
 EXPONENT = 5_000  # largest power of ten that is worked out
 TIMES = r"(?:\\times|\\cdot|\*)"
 POWER = r"10\s*\^\s*(?:\{\s*([+-]?\d{1,4})\s*\}|([+-]?\d{1,4}))"
@@ -20,24 +22,24 @@ ENDS_IN_POWER = re.compile(
 )
 BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9}
 BASES |= {"ten": 10, "twelve": 12, "sixteen": 16}
-BASED = re.compile(
+NUMBER_WITH_BASE = re.compile(
     r"(?<![\w\\.^{])([0-9][0-9A-F]*|[A-F][0-9A-F]+)\s*_\s*"
     r"(?:\{\s*(?:\\text\s*\{\s*)?(\d{1,2}|[a-z]+)\s*\}?\s*\}|(\d))(?![\w.])"
 )
-NO_NUMBER = r"\text{no number of this base}"
+INVALID_NUMBER_TEXT = r"\text{no number of this base}"
 NAME = r"(?:[A-Za-z]|\\[a-z]+)(?:_(?:\w|\{\w+\}))?"
-ASSIGNED = re.compile(rf"({NAME})\s*=\s*([^=]+)")
+ASSIGNMENT = re.compile(rf"({NAME})\s*=\s*([^=]+)")
 NAMES = re.compile(rf"(?:\\left)?\(\s*({NAME}(?:\s*,\s*{NAME})+)\s*(?:\\right)?\)\s*=\s*(.+)", re.S)
 SEPARATORS = re.compile(r",(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*and\s*\}|\band\b|\\quad|\\qquad")
 ROUND = re.compile(r"(?:\\left)?\((.*?)(?:\\right)?\)", re.S)
 
 OR = re.compile(r"\\text\s*\{\s*,?\s*or\s*\}|,?\s*\bor\b|\\lor(?![a-z])|\\vee(?![a-z])")
 INTERVAL = re.compile(r"(?:\\left)?[(\[][^()\[\]]+,[^()\[\]]+(?:\\right)?[)\]]")
-COMPARED = re.compile(r"(<=|>=|<|>|\\(?:leq?|geq?|lt|gt)(?:slant)?(?![a-z]))")
+COMPARISON_SIGN = re.compile(r"(<=|>=|<|>|\\(?:leq?|geq?|lt|gt)(?:slant)?(?![a-z]))")
 VARIABLE = re.compile(r"[A-Za-z]|\\(?!infty)[a-z]+")
 
 
-def scientific(text: str) -> tuple[Fraction, bool] | None:
+def parse_scientific(text: str) -> tuple[Fraction, bool] | None:
     """(number, whether it is written with a power of ten), or None if it is no plain number."""
     match = SCIENTIFIC.fullmatch(text.strip())
     if match is None:
@@ -50,38 +52,38 @@ def scientific(text: str) -> tuple[Fraction, bool] | None:
     return number * Fraction(10) ** exponent, any(exponents)
 
 
-def mixed(text: str, ends: bool) -> str:
+def replace_mixed_number(text: str, at_end: bool) -> str:
     """A mixed number as 1 1/2 as one fraction, where the text is one; or where it `ends` so."""
     text = text.strip()
     match = MIXED.search(text)
     before = text[: match.start()] if match else ""
-    if match is None or not int(match[3]) or (before not in ("", "-") and not ends):
+    if match is None or not int(match[3]) or (before not in ("", "-") and not at_end):
         return text
     whole, over, under = map(int, match.groups())
     return f"{before}{whole * under + over}/{under}"
 
 
-def ending(text: str) -> str:
+def extract_trailing_power(text: str) -> str:
     """The number with a power of ten that a text ends with, as LaTeX; else the text."""
     match = ENDS_IN_POWER.search(text)
     return rf"{match[1]} \times 10^{{{match[2]}}}" if match else text
 
 
-def united(text: str) -> str:
+def to_interval_union(text: str) -> str:
     """Return "x<1 or x>3", or intervals with "or" between them, as a union of intervals; other
     texts as they are.
     """
     parts = OR.split(text)
-    found = [_interval(part.strip()) for part in parts]
+    found = [_to_interval(part.strip()) for part in parts]
     return r" \cup ".join(filter(None, found)) if len(parts) > 1 and all(found) else text
 
 
-def _interval(text: str) -> str:
+def _to_interval(text: str) -> str:
     """The interval that a relation of one variable, or an interval, stands for; empty: neither."""
     text = text.strip("$ ")
     if INTERVAL.fullmatch(text):
         return text
-    parts = COMPARED.split(text)
+    parts = COMPARISON_SIGN.split(text)
     signs = [sign in ("<", r"\lt") or sign in (">", r"\gt") for sign in parts[1::2]]  # open ends
     downward = [sign.startswith((">", r"\g")) for sign in parts[1::2]]
     values = [part.strip() for part in parts[::2]]
@@ -98,17 +100,17 @@ def _interval(text: str) -> str:
     return ""
 
 
-def close(a: Fraction, b: Fraction) -> bool:
+def is_close(a: Fraction, b: Fraction) -> bool:
     """Whether they differ by rounding only, measured by the larger."""
-    return abs(a - b) <= RELATIVE * max(abs(a), abs(b))
+    return abs(a - b) <= MAX_RELATIVE_ERROR * max(abs(a), abs(b))
 
 
-def decimal(text: str) -> str:
+def to_base_ten(text: str) -> str:
     """The text with numbers of other bases, as 101_2, in base ten."""
-    return BASED.sub(_decimal, text)
+    return NUMBER_WITH_BASE.sub(_replace_base, text)
 
 
-def _decimal(match: re.Match[str]) -> str:
+def _replace_base(match: re.Match[str]) -> str:
     told = match[2] or match[3]
     base = int(told) if told.isdigit() else BASES.get(told, 0)
     if not 2 <= base <= 36:
@@ -116,7 +118,7 @@ def _decimal(match: re.Match[str]) -> str:
     try:
         return str(int(match[1], base))
     except ValueError:
-        return NO_NUMBER
+        return INVALID_NUMBER_TEXT
 
 
 @dataclass(frozen=True)
@@ -127,37 +129,37 @@ class NamedValues:
     order: tuple[str, ...]
 
 
-def named(text: str) -> NamedValues | None:
+def parse_named_values(text: str) -> NamedValues | None:
     """What `x=1, y=2` or `(x,y)=(1,2)` assigns to two names or more; None for anything else.
 
     A tuple has the values of names that come one by one in the order of the alphabet.
     """
     if match := NAMES.fullmatch(text.strip()):
         names = [name.strip() for name in match[1].split(",")]
-        values = listed(match[2])
+        values = parse_value_list(match[2])
         if values is None or len(values) != len(names) or len(set(names)) < len(names):
             return None
         return NamedValues(dict(zip(names, values, strict=True)), tuple(names))
-    found = [ASSIGNED.fullmatch(part.strip()) for part in _parts(text)]
+    found = [ASSIGNMENT.fullmatch(part.strip()) for part in _split_top_level(text)]
     pairs = {match[1]: match[2] for match in found if match is not None}
     if len(found) < 2 or len(pairs) < len(found):
         return None
     return NamedValues(pairs, tuple(sorted(pairs)))
 
 
-def listed(text: str) -> list[str] | None:
+def parse_value_list(text: str) -> list[str] | None:
     """The values of a tuple, or of a list without brackets; None if some are no plain values."""
     text = text.strip()
     match = ROUND.fullmatch(text)
-    if match is not None and len(_parts(text)) == 1:
+    if match is not None and len(_split_top_level(text)) == 1:
         text = match[1]
-    values = [part.strip() for part in _parts(text)]
+    values = [part.strip() for part in _split_top_level(text)]
     if len(values) < 2 or not all(values) or any(re.search(r"[=<>]", value) for value in values):
         return None
     return values
 
 
-def _parts(text: str) -> list[str]:
+def _split_top_level(text: str) -> list[str]:
     """The text between separators that no bracket encloses."""
     depth, begin, parts = 0, 0, []
     ends = {match.start(): match.end() for match in SEPARATORS.finditer(text)}

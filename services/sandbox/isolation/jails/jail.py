@@ -12,14 +12,14 @@ from meshrl.common.api.sandbox import CRASHED, OK, OUT_OF_MEMORY, OUTPUT_LIMIT, 
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import BadMessage, DeadlineExceeded, MeshError, PeerLost
 from meshrl.services.sandbox.isolation.jails.pipes import JailOutput, Pipe
-from meshrl.services.sandbox.isolation.jails.program import KeeperReport
+from meshrl.services.sandbox.isolation.jails.program import InitReport
 from meshrl.services.sandbox.isolation.resources.cgroups import Cgroup
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
-from meshrl.services.sandbox.jail.confinement import calls
+from meshrl.services.sandbox.jail.confinement import syscall_table
 from meshrl.services.sandbox.jail.guests import guest
 
 GRACE_S = 60.0  # past its limits, until a jail counts as stuck: its keeper must have ended it
-SLOWEST = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
+MAX_SLOWDOWN = 10.0  # times its wall clock limit that a jail may take, waiting for cores included
 DRAIN_S = 5.0  # for a killed jail's output to end
 
 
@@ -30,28 +30,28 @@ class JailFailed(MeshError):
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """How a program ended, and what it wrote."""
 
     status: str
     stdout: bytes = b""
     stderr: bytes = b""
-    exit: int = 0
+    exit_code: int = 0
     cpu_s: float = 0.0
     wall_s: float = 0.0
     error: str = ""
     laps: int = 0  # laps that had begun before it ended
-    refused: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
-    by_clock: bool = False  # it was ended by the wall clock
-    starved: bool = False  # by the clock, though it had waited for the host and not by itself
+    denied_calls: tuple[str, ...] = ()  # system calls that it asked for and did not get, each once
+    is_wall_timeout: bool = False  # it was ended by the wall clock
+    is_starved: bool = False  # by the clock, though it had waited for the host and not by itself
 
 
-def wanted(refused: tuple[str, ...]) -> str:
+def describe_denial(denied_calls: tuple[str, ...]) -> str:
     """Why a program was refused; `refused` are system calls, of which there may be none: a file
     that cannot be written, say, is refused by its place.
     """
     text = "it asked for what the sandbox refuses"
-    return f"{text}: {', '.join(refused)}" if refused else text
+    return f"{text}: {', '.join(denied_calls)}" if denied_calls else text
 
 
 class Jail:
@@ -61,128 +61,132 @@ class Jail:
         self,
         clock: Clock,
         limits: JailLimits,
-        keeper: Pipe,
-        cells: Pipe | None,
+        init_channel: Pipe,
+        guest_channel: Pipe | None,
         output: JailOutput,
-        group: Cgroup | None,
-        ended: Callable[[], None],
+        cgroup: Cgroup | None,
+        on_close: Callable[[], None],
     ) -> None:
         """`ended` is called once, when it has been closed."""
         self._clock, self.limits = clock, limits
-        self.keeper, self.cells, self.output = keeper, cells, output
-        self._group, self._ended = group, ended
-        self._closed = False
-        self._came: dict[str, Any] = {}  # its last frame, where it came while nobody waited
+        self.init_channel, self.guest_channel, self.output = init_channel, guest_channel, output
+        self._cgroup, self._on_close = cgroup, on_close
+        self._is_closed = False
+        self._early_report: dict[str, Any] = {}  # its last frame, where it came while nobody waited
         self.laps = 0  # laps that its keeper was told to begin
-        self._killed_before = group.killed() if group else 0
+        self._oom_kills_before = cgroup.read_oom_kills() if cgroup else 0
         self.nonce = secrets.token_hex(16)
 
     @property
     def stdout(self) -> bytes:
-        return self.output.streams[0].taken()
+        return self.output.streams[0].take()
 
     @property
     def stderr(self) -> bytes:
-        return self.output.streams[1].taken()
+        return self.output.streams[1].take()
 
-    def lap(self, waits: bool = False) -> None:
+    def start_lap(self, clock_paused: bool = False) -> None:
         """Starts the jail's clocks anew, and what was paused goes on. With `waits` the wall clock
         stands until it is the jail's turn.
         """
         self.laps += 1
-        self.keeper.send_now({"lap": True, "turn": not waits})
-        if self._group is not None and self._group.freezes:
-            self._group.freeze(False)
+        self.init_channel.send_now({"lap": True, "turn": not clock_paused})
+        if self._cgroup is not None and self._cgroup.can_freeze:
+            self._cgroup.set_frozen(False)
 
-    def turn(self, begins: bool) -> None:
-        self.keeper.send_now({"turn": begins})
+    def set_clock_running(self, running: bool) -> None:
+        self.init_channel.send_now({"turn": running})
 
     def pause(self) -> None:
         """Stops the jail, and then its clocks, until the next lap: frozen by its control group, or
         stopped by its keeper.
         """
         self.laps += 1
-        frozen = self._group is not None and self._group.freezes
-        if self._group is not None and frozen:
-            self._group.freeze(True)
-        self.keeper.send_now({"lap": True, "pause": True, "stop": not frozen})
+        frozen = self._cgroup is not None and self._cgroup.can_freeze
+        if self._cgroup is not None and frozen:
+            self._cgroup.set_frozen(True)
+        self.init_channel.send_now({"lap": True, "pause": True, "stop": not frozen})
 
-    def refuses(self) -> tuple[str, ...]:
+    def take_denied_calls(self) -> tuple[str, ...]:
         """What was refused in it for the first time since the last call: system calls by name."""
         found = []
-        for frame in self.keeper.arrived():
+        for frame in self.init_channel.take_frames():
             if "refuses" in frame:
-                found.append(calls.name(int(frame["refuses"])))
+                found.append(syscall_table.get_name(int(frame["refuses"])))
             else:
-                self._came = frame
+                self._early_report = frame
         return tuple(found)
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether its keeper has said how it ended, or is gone."""
-        self.refuses()
-        return bool(self._came) or self.keeper.ended
+        self.take_denied_calls()
+        return bool(self._early_report) or self.init_channel.is_eof
 
-    async def report(self, deadline_s: float) -> KeeperReport:
-        frame = self._came
+    async def receive_report(self, deadline_s: float) -> InitReport:
+        frame = self._early_report
         while not frame or "refuses" in frame:
-            frame = await self.keeper.receive(self._clock, deadline_s)
+            frame = await self.init_channel.receive(self._clock, deadline_s)
         if "failed" in frame:
             raise JailFailed(str(frame["failed"]), where="sandbox")
         if frame.get("nonce") != self.nonce:
             raise BadMessage("a report without the nonce of its call")
         try:
-            return KeeperReport.of(frame)
+            return InitReport.from_frame(frame)
         except (KeyError, TypeError, ValueError) as error:
             raise BadMessage(f"a report that is none: {error}") from None
 
-    async def finish(self) -> Ran:
+    async def finish(self) -> ProgramResult:
         """Waits for its end, which limits bound, and cleans up behind it."""
-        report = KeeperReport()
+        report = InitReport()
         missing = ""
-        deadline_s = SLOWEST * self.limits.wall_s + GRACE_S
-        waited = asyncio.ensure_future(self.report(deadline_s))
+        deadline_s = MAX_SLOWDOWN * self.limits.wall_s + GRACE_S
+        waited = asyncio.ensure_future(self.receive_report(deadline_s))
         try:
-            await asyncio.wait({waited, self.output.over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {waited, self.output.over_limit}, return_when=asyncio.FIRST_COMPLETED
+            )
             if waited.done():
                 try:
                     report = waited.result()
                 except (PeerLost, BadMessage, DeadlineExceeded) as error:
                     missing = error.message
-            self.keeper.close()
-            await self.output.drained(self._clock, DRAIN_S)
-            over = self.output.over.done()
-            if missing and not over and not self._out_of_memory():
+            self.init_channel.close()
+            await self.output.drain(self._clock, DRAIN_S)
+            over = self.output.over_limit.done()
+            if missing and not over and not self._is_out_of_memory():
                 # No guest can end its keeper: somebody has killed the zygote, or it hangs.
                 raise JailFailed(f"a jail ended without a report: {missing}", where="sandbox")
-            return self._typed(report, over)
+            return self._build_result(report, over)
         finally:
             waited.cancel()
             await asyncio.gather(waited, return_exceptions=True)
             self.close()
 
     def close(self) -> None:
-        self.keeper.close()
-        if self.cells is not None:
-            self.cells.close()
+        self.init_channel.close()
+        if self.guest_channel is not None:
+            self.guest_channel.close()
         self.output.close()
-        if not self._closed:
-            self._closed = True
-            self._ended()
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close()
 
-    def _typed(self, report: KeeperReport, over: bool) -> Ran:
-        status, error = self._status(report, over)
-        refused = tuple(calls.name(number) for number in report.refused)
+    def _build_result(self, report: InitReport, over_output_limit: bool) -> ProgramResult:
+        status, error = self._classify_exit(report, over_output_limit)
+        refused = tuple(syscall_table.get_name(number) for number in report.refused)
         if status == REFUSED:
-            error = wanted(refused)
+            error = describe_denial(refused)
         used = report.exit, report.cpu_s, report.wall_s
         starved = report.timeout == "starved"
         by_clock = starved or report.timeout == "wall"
         out, err = self.stdout, self.stderr
-        return Ran(status, out, err, *used, error, report.laps, refused, by_clock, starved)
+        return ProgramResult(
+            status, out, err, *used, error, report.laps, refused, by_clock, starved
+        )
 
-    def _status(self, report: KeeperReport, over: bool) -> tuple[str, str]:
+    def _classify_exit(self, report: InitReport, over_output_limit: bool) -> tuple[str, str]:
         limits, code = self.limits, report.exit
-        if over:
+        if over_output_limit:
             return OUTPUT_LIMIT, f"over {limits.output_bytes} bytes of output"
         if report.timeout == "wall":
             return TIMEOUT, f"over {limits.wall_s:g} s of wall clock time"
@@ -190,14 +194,14 @@ class Jail:
             return TIMEOUT, "the host gave it no core, disk or question for too long"
         if report.timeout:
             return TIMEOUT, f"over {limits.cpu_s:g} s of CPU time"
-        out = code == guest.OUT_OF_MEMORY or (code == -9 and self._out_of_memory())
+        out = code == guest.OUT_OF_MEMORY_EXIT or (code == -9 and self._is_out_of_memory())
         if report.memory or out:
             return OUT_OF_MEMORY, f"over {limits.memory_bytes >> 20} MiB of memory"
-        if code == guest.REFUSED:
-            return REFUSED, wanted(())
+        if code == guest.DENIED_EXIT:
+            return REFUSED, describe_denial(())
         if code < 0:
             return CRASHED, f"ended by signal {-code}"
         return OK, ""
 
-    def _out_of_memory(self) -> bool:
-        return self._group is not None and self._group.killed() > self._killed_before
+    def _is_out_of_memory(self) -> bool:
+        return self._cgroup is not None and self._cgroup.read_oom_kills() > self._oom_kills_before

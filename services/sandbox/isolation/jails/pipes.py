@@ -23,16 +23,16 @@ class _DescriptorReader(ABC):
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
-        self._fd, self.ended, self._came = fd, False, bytearray()
+        self._fd, self.is_eof, self._buffer = fd, False, bytearray()
         self._waiter: asyncio.Future[None] | None = None
         asyncio.get_running_loop().add_reader(fd, self._read)
 
     def _read(self) -> None:
-        part = frames.read_now(self._fd, READ_BYTES)
+        part = frames.read_available(self._fd, READ_BYTES)
         if part is None:
             return
         if part:
-            self._took(part)
+            self._accept(part)
         else:
             self._stop()
         if self._waiter is not None and not self._waiter.done():
@@ -41,19 +41,19 @@ class _DescriptorReader(ABC):
     def _read_all(self) -> None:
         """Reads until nothing more comes now."""
         before = -1
-        while not self.ended and len(self._came) > before:
-            before = len(self._came)
+        while not self.is_eof and len(self._buffer) > before:
+            before = len(self._buffer)
             self._read()
 
     @abstractmethod
-    def _took(self, part: bytes) -> None: ...
+    def _accept(self, part: bytes) -> None: ...
 
     def _stop(self) -> None:
-        if not self.ended:
-            self.ended = True
+        if not self.is_eof:
+            self.is_eof = True
             asyncio.get_running_loop().remove_reader(self._fd)
 
-    async def arrival(self) -> None:
+    async def wait_readable(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
@@ -67,31 +67,31 @@ class _DescriptorReader(ABC):
 class JailOutput:
     """What a jail writes to its standard output and error, counted together against one limit."""
 
-    def __init__(self, limit: int) -> None:
-        self.over = asyncio.get_running_loop().create_future()  # resolves past the limit
-        self.left = limit
+    def __init__(self, limit_bytes: int) -> None:
+        self.over_limit = asyncio.get_running_loop().create_future()  # resolves past the limit
+        self.remaining_bytes = limit_bytes
         self.streams: list[OutputStream] = []
 
-    def opened(self) -> int:
+    def open_stream(self) -> int:
         """Another stream; returns the descriptor to write to, which the caller closes."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         self.streams.append(OutputStream(reading, self))
         return writing
 
-    async def drained(self, clock: Clock, deadline_s: float) -> None:
+    async def drain(self, clock: Clock, deadline_s: float) -> None:
         """Returns when all streams have ended, or at the deadline."""
-        if all(stream.ended for stream in self.streams):
+        if all(stream.is_eof for stream in self.streams):
             return
         with contextlib.suppress(DeadlineExceeded):
             async with clock.timeout(deadline_s, "the end of a jail's output"):
                 for stream in self.streams:
-                    while not stream.ended:
-                        await stream.arrival()
+                    while not stream.is_eof:
+                        await stream.wait_readable()
 
     def close(self) -> None:
         for stream in self.streams:
             stream.close()
-        self.over.cancel()
+        self.over_limit.cancel()
 
 
 class OutputStream(_DescriptorReader):
@@ -99,18 +99,18 @@ class OutputStream(_DescriptorReader):
         self._output = output
         super().__init__(fd)
 
-    def _took(self, part: bytes) -> None:
-        kept = part[: self._output.left]
-        self._came += kept
-        self._output.left -= len(kept)
-        if len(kept) < len(part) and not self._output.over.done():
-            self._output.over.set_result(None)
+    def _accept(self, part: bytes) -> None:
+        kept = part[: self._output.remaining_bytes]
+        self._buffer += kept
+        self._output.remaining_bytes -= len(kept)
+        if len(kept) < len(part) and not self._output.over_limit.done():
+            self._output.over_limit.set_result(None)
 
-    def taken(self) -> bytes:
+    def take(self) -> bytes:
         """What has come since the last call."""
         self._read_all()
-        found = bytes(self._came)
-        self._came.clear()
+        found = bytes(self._buffer)
+        self._buffer.clear()
         return found
 
 
@@ -118,25 +118,25 @@ class Pipe(_DescriptorReader):
     """Our end of a socket pair that carries `frames`; the other end is handed to a jail."""
 
     def __init__(self) -> None:
-        self._limit = FRAME_BYTES
-        ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._limit_bytes = FRAME_BYTES
+        ours, self._jail_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         super().__init__(ours.detach())
 
     @property
-    def theirs(self) -> int:
-        return self._theirs.fileno()
+    def jail_fd(self) -> int:
+        return self._jail_end.fileno()
 
-    def allow(self, size: int) -> None:
+    def raise_frame_limit(self, extra_bytes: int) -> None:
         """Lets a frame have `size` bytes more than any may have."""
-        self._limit = FRAME_BYTES + size
+        self._limit_bytes = FRAME_BYTES + extra_bytes
 
-    def handed(self) -> None:
+    def close_jail_end(self) -> None:
         """The jail has its end: ours of it is closed, so that the jail's end is seen."""
-        self._theirs.close()
+        self._jail_end.close()
 
-    def _took(self, part: bytes) -> None:
-        self._came += part
-        if len(self._came) > frames.LENGTH + self._limit:
+    def _accept(self, part: bytes) -> None:
+        self._buffer += part
+        if len(self._buffer) > frames.LENGTH + self._limit_bytes:
             self._stop()
 
     def send_now(self, value: Any) -> bool:
@@ -149,7 +149,7 @@ class Pipe(_DescriptorReader):
 
     async def send(self, clock: Clock, value: Any, deadline_s: float) -> None:
         """Returns when a frame was taken; at once if it fits into the socket's buffer."""
-        record = self._written(memoryview(frames.pack(value)))
+        record = self._write(memoryview(frames.pack(value)))
         if not record:
             return
         loop = asyncio.get_running_loop()
@@ -161,9 +161,9 @@ class Pipe(_DescriptorReader):
                     await free.wait()
                 finally:
                     loop.remove_writer(self._fd)
-                record = self._written(record)
+                record = self._write(record)
 
-    def _written(self, record: memoryview) -> memoryview:
+    def _write(self, record: memoryview) -> memoryview:
         """What is left of it when no more is taken now; PeerLost if the jail has gone."""
         try:
             while record:
@@ -174,30 +174,30 @@ class Pipe(_DescriptorReader):
             raise PeerLost(f"a jail has closed its channel: {error}") from None
         return record
 
-    def silent(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing has come that was not received, and the jail has not gone."""
-        if not self.ended and not self._came:
+        if not self.is_eof and not self._buffer:
             self._read()
-        return not self.ended and not self._came
+        return not self.is_eof and not self._buffer
 
     async def receive(self, clock: Clock, deadline_s: float) -> Any:
         """The next frame; PeerLost at the end, BadMessage when it is none, DeadlineExceeded."""
-        if (frame := self._frame()) is None:
+        if (frame := self._take_frame()) is None:
             async with clock.timeout(deadline_s, "a jail's answer"):
                 while frame is None:
-                    if self.ended:
+                    if self.is_eof:
                         raise PeerLost("the jail has ended")
-                    await self.arrival()
-                    frame = self._frame()
+                    await self.wait_readable()
+                    frame = self._take_frame()
         return frame
 
-    def arrived(self) -> Iterator[Any]:
+    def take_frames(self) -> Iterator[Any]:
         self._read_all()
-        while (frame := self._frame()) is not None:
+        while (frame := self._take_frame()) is not None:
             yield frame
 
-    def _frame(self) -> Any:
+    def _take_frame(self) -> Any:
         try:
-            return frames.taken(self._came, self._limit)
-        except frames.Closed as error:
+            return frames.take_frame(self._buffer, self._limit_bytes)
+        except frames.FrameChannelClosed as error:
             raise BadMessage(f"from a jail: {error}") from None

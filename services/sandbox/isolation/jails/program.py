@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Program:
+class JailProgram:
     """What a guest runs; `guests.guest` knows what each mode does with it."""
 
     source: str | None = None
@@ -19,23 +19,23 @@ class Program:
     patience_s: float = 0.0  # of waiting for the solution, until that is told: `tests`
 
     @property
-    def speaks(self) -> bool:
+    def has_guest_channel(self) -> bool:
         """True if the guest has a pipe to the sandbox, beside its keeper's."""
         return self.mode in ("cells", "calls", "tests", "suite")
 
     @property
-    def stands(self) -> bool:
+    def starts_clock_paused(self) -> bool:
         """True if the wall clock stands until the first lap, or until it is the jail's turn."""
         return self.mode in ("cells", "calls", "objects", "suite")
 
-    def frame(self, nonce: str) -> dict[str, Any]:
+    def to_frame(self, nonce: str) -> dict[str, Any]:
         """Return it as it travels; tests in a jail of their own sign their words with `nonce`."""
         found = {name: value for name, value in vars(self).items() if value is not None}
         return found | ({"nonce": nonce} if self.mode == "tests" else {})
 
 
 @dataclass(frozen=True)
-class KeeperReport:
+class InitReport:
     """A keeper's word on how its guest ended; as it stands for a jail that ended without one."""
 
     exit: int = -9
@@ -47,7 +47,7 @@ class KeeperReport:
     refused: tuple[int, ...] = ()  # numbers of system calls
 
     @classmethod
-    def of(cls, frame: dict[str, Any]) -> KeeperReport:
+    def from_frame(cls, frame: dict[str, Any]) -> InitReport:
         """Return what a frame says. KeyError, TypeError or ValueError if it is no report."""
         return cls(
             int(frame["exit"]),

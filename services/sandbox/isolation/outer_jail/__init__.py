@@ -1,1 +1,1 @@
-"""The outer jail around a zygote, and the interpreter in it. Open `outer.py` first."""
+"""The outer jail around a zygote, and the interpreter in it. Open `launcher.py` first."""

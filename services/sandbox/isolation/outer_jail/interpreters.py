@@ -13,18 +13,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshrl.common.job.isolation import images
-from meshrl.common.job.isolation.runners import Runner
+from meshrl.common.job.isolation.runners import ContainerRunner
 
 if TYPE_CHECKING:  # it imports numpy, which would delay each outer jail
     from meshrl.common.api.sandbox import JailSettings
 
 
-JAIL = str(Path(__file__).parents[2] / "jail")  # the package that runs inside
-INSIDE = "/run/meshrl"  # where it lies in a jail
-PACKAGES = f"{INSIDE}/packages"  # and packages that the interpreter lacks
-SHOWN = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+JAIL_PACKAGE = str(Path(__file__).parents[2] / "jail")  # the package that runs inside
+MOUNT_POINT = "/run/meshrl"  # where it lies in a jail
+PACKAGES_MOUNT_POINT = f"{MOUNT_POINT}/packages"  # and packages that the interpreter lacks
+HOST_PATHS = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-OURS = ("dev", "proc", "run", "sys", "tmp")  # of an image they are not shown: a jail has its own
+PRIVATE_DIRECTORIES = (
+    "dev",
+    "proc",
+    "run",
+    "sys",
+    "tmp",
+)  # of an image they are not shown: a jail has its own
 PYTEST = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
 
 
@@ -41,13 +47,13 @@ class Interpreter:
     root: str = ""  # the file system that it lies in, where that is not the host's
 
     @classmethod
-    def own(cls) -> Interpreter:
+    def default(cls) -> Interpreter:
         """Ours, without the packages of our environment."""
         base = os.path.realpath(sys.base_prefix)
         python = os.path.join(base, "bin", f"python{sys.version_info.major}")
         return cls(python, True, () if base.startswith("/usr") else (base,))
 
-    def encoded(self) -> str:
+    def encode(self) -> str:
         """Return it as an argument of a process, which decodes it."""
         return json.dumps(asdict(self))
 
@@ -57,31 +63,31 @@ class Interpreter:
         tuples: dict[str, Any] = {n: tuple(v) for n, v in given.items() if isinstance(v, list)}
         return cls(**given | tuples)
 
-    def command(self, code: str) -> list[str]:
+    def build_command(self, code: str) -> list[str]:
         """Return the command that runs `code` with it, apart from the user's settings."""
         return [self.python, *(["-I", "-S"] if self.isolated else ["-I"]), "-c", code]
 
 
-def interpreter_of(jail: JailSettings) -> Interpreter:
+def select_interpreter(jail: JailSettings) -> Interpreter:
     """Ours, or the one that the job names: with what is installed for it; ConfigError if its image
     or its runner is not to be used.
     """
     runner = tuple(jail.runner)
     if runner:
-        Runner(runner).check()
-    if runner and not Runner(runner).bundled:
+        ContainerRunner(runner).check()
+    if runner and not ContainerRunner(runner).needs_bundle:
         python = jail.python or "python3"
         return Interpreter(python, False, (), tuple(jail.imports), runner=runner)
-    return replace(_here(jail), warm=tuple(jail.imports), runner=runner)
+    return replace(_select_local(jail), warm=tuple(jail.imports), runner=runner)
 
 
-def _here(jail: JailSettings) -> Interpreter:
+def _select_local(jail: JailSettings) -> Interpreter:
     """One whose files lie on this host."""
     if jail.root:
-        root = images.tree(jail.root)
-        return Interpreter(images.python_of(root, jail.python), False, (), root=str(root))
+        root = images.find_root(jail.root)
+        return Interpreter(images.find_python(root, jail.python), False, (), root=str(root))
     if not jail.python:
-        return Interpreter.own()
+        return Interpreter.default()
     python = Path(jail.python)
     home = python.parent.parent
     places = {str(home)}
@@ -93,7 +99,7 @@ def _here(jail: JailSettings) -> Interpreter:
     return Interpreter(str(python), False, shown)
 
 
-def with_pytest(interpreter: Interpreter) -> Interpreter:
+def add_pytest(interpreter: Interpreter) -> Interpreter:
     """The same one with pytest imported: its own, or else the packages of ours alone. Where neither
     has it, jails say so.
     """
@@ -111,17 +117,22 @@ class RootContent:
     links: dict[str, str]  # inside -> what it says
 
 
-def content_of(interpreter: Interpreter, image: str = "") -> RootContent:
+def list_root_content(interpreter: Interpreter, image: str = "") -> RootContent:
     """Return the content of a root with that interpreter; `image`: where its root lies here."""
     if interpreter.root:  # each thing at its top: a link there may lead nowhere but inside
         root, shown = image or interpreter.root, list[str]()
-        tops = {f"/{n}": os.path.join(root, n) for n in sorted(set(os.listdir(root)) - set(OURS))}
+        tops = {
+            f"/{n}": os.path.join(root, n)
+            for n in sorted(set(os.listdir(root)) - set(PRIVATE_DIRECTORIES))
+        }
     else:
-        shown = list(filter(os.path.exists, SHOWN))
+        shown = list(filter(os.path.exists, HOST_PATHS))
         tops = {place: place for place in LINKS if os.path.lexists(place)}
     links = {inside: os.readlink(place) for inside, place in tops.items() if os.path.islink(place)}
     binds = {place: place for place in shown}
     binds |= {inside: place for inside, place in tops.items() if inside not in links}
     binds |= {place: place for place in interpreter.places}  # it may lie below one of those
-    binds |= {f"{PACKAGES}/{os.path.basename(each)}": each for each in interpreter.packages}
-    return RootContent({**binds, f"{INSIDE}/jail": JAIL}, links)
+    binds |= {
+        f"{PACKAGES_MOUNT_POINT}/{os.path.basename(each)}": each for each in interpreter.packages
+    }
+    return RootContent({**binds, f"{MOUNT_POINT}/jail": JAIL_PACKAGE}, links)

@@ -23,13 +23,20 @@ CONTROLLERS = ("memory", "pids")
 SHARES, WEIGHT = 512, 50  # cpu.shares (1024), cpu.weight (100)
 # Memory of an earlier jail in a group that is used again: a quarter of what the next has beyond its
 # limit. The kernel counts in batches, for each core.
-LEFT_BYTES = 4 << 20
-HELD = (b"rss", b"anon", b"shmem")  # memory that cannot be reclaimed, as v1 and v2 name it
-JOINED = {1: "tasks", 2: "cgroup.procs"}  # v1 moves a single thread without stopping all forks
+MAX_LEFTOVER_BYTES = 4 << 20
+UNRECLAIMABLE_STATS = (
+    b"rss",
+    b"anon",
+    b"shmem",
+)  # memory that cannot be reclaimed, as v1 and v2 name it
+MEMBER_FILES = {
+    1: "tasks",
+    2: "cgroup.procs",
+}  # v1 moves a single thread without stopping all forks
 
 
 @dataclass(frozen=True)
-class Homes:
+class CgroupParents:
     """Directories in which groups can be made, by what they do; on v2 it may be one for all."""
 
     memory: Path
@@ -39,60 +46,62 @@ class Homes:
     cpuacct: Path | None = None  # v1: counts, where there is no v2
 
     @property
-    def places(self) -> tuple[Path, ...]:
+    def paths(self) -> tuple[Path, ...]:
         """Each once."""
         found = (self.memory, self.pids, self.cpu, self.unified, self.cpuacct)
         return tuple(dict.fromkeys(place for place in found if place is not None))
 
-    def version(self, place: Path) -> int:
-        return 2 if place == self.unified or self.memory == self.pids else 1
+    def get_version(self, path: Path) -> int:
+        return 2 if path == self.unified or self.memory == self.pids else 1
 
     @property
-    def missing(self) -> tuple[str, ...]:
+    def missing_cpu_functions(self) -> tuple[str, ...]:
         """What this host's groups do not do for cores."""
         words = {"weigh": self.cpu, "count": self.unified or self.cpuacct, "freeze": self.unified}
         return tuple(word for word, home in words.items() if home is None)
 
 
-def find(root: Path = ROOT, own: dict[str, str] | None = None) -> Homes | None:
+def find_parents(
+    root: Path = ROOT, own_cgroups: dict[str, str] | None = None
+) -> CgroupParents | None:
     """Where this process may make groups with limits; None where it may not.
 
     `own` has the paths of its groups by controller, the one of v2 under the empty name.
     """
-    if own is None:
+    if own_cgroups is None:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        own = {name: path for _, names, path in lines for name in names.split(",")}
-    for homes in (_unified(root, own), _separate(root, own)):
+        own_cgroups = {name: path for _, names, path in lines for name in names.split(",")}
+    for homes in (_find_v2_parents(root, own_cgroups), _find_v1_parents(root, own_cgroups)):
         least = homes and replace(homes, cpu=None, unified=None, cpuacct=None)
-        if homes is None or least is None or not _works(least):
+        if homes is None or least is None or not _can_create(least):
             continue
-        if homes.cpu is not None and _works(replace(least, cpu=homes.cpu)):
+        if homes.cpu is not None and _can_create(replace(least, cpu=homes.cpu)):
             least = replace(least, cpu=homes.cpu)
-        if homes.unified is not None and _works(replace(least, unified=homes.unified)):
+        if homes.unified is not None and _can_create(replace(least, unified=homes.unified)):
             return replace(least, unified=homes.unified)
-        if homes.cpuacct is not None and _works(replace(least, cpuacct=homes.cpuacct)):
+        if homes.cpuacct is not None and _can_create(replace(least, cpuacct=homes.cpuacct)):
             return replace(least, cpuacct=homes.cpuacct)  # v1 counts only where v2 does not
         return least
     return None
 
 
-def _unified(root: Path, own: dict[str, str]) -> Homes | None:
+def _find_v2_parents(root: Path, own_cgroups: dict[str, str]) -> CgroupParents | None:
     """A group with processes cannot hand controllers on, so its ancestors are looked at, too."""
-    if not (root / "cgroup.controllers").exists() or "" not in own:
+    if not (root / "cgroup.controllers").exists() or "" not in own_cgroups:
         return None
-    place = root / own[""].lstrip("/")
+    place = root / own_cgroups[""].lstrip("/")
     for home in (place, *place.parents):
-        if set(CONTROLLERS) <= _handed(home, CONTROLLERS):
-            weighs = "cpu" in _handed(home, ("cpu",))
-            return Homes(home, home, home if weighs else None, home)
+        if set(CONTROLLERS) <= _delegate_controllers(home, CONTROLLERS):
+            weighs = "cpu" in _delegate_controllers(home, ("cpu",))
+            return CgroupParents(home, home, home if weighs else None, home)
         if home == root:
             break
     return None
 
 
-def _handed(home: Path, wanted: tuple[str, ...]) -> set[str]:
+def _delegate_controllers(parent: Path, wanted: tuple[str, ...]) -> set[str]:
     """The controllers that it hands on to groups in it, once it was asked to hand on these."""
-    control = home / "cgroup.subtree_control"
+    control = parent / "cgroup.subtree_control"
     try:
         if not set(wanted) <= set(control.read_text().split()):
             with contextlib.suppress(OSError):
@@ -102,28 +111,32 @@ def _handed(home: Path, wanted: tuple[str, ...]) -> set[str]:
         return set()
 
 
-def _separate(root: Path, own: dict[str, str]) -> Homes | None:
+def _find_v1_parents(root: Path, own_cgroups: dict[str, str]) -> CgroupParents | None:
     found = {
-        name: (root / name / own[name].lstrip("/")).resolve()  # links, where two are mounted as one
+        name: (
+            root / name / own_cgroups[name].lstrip("/")
+        ).resolve()  # links, where two are mounted as one
         for name in (*CONTROLLERS, "cpu", "cpuacct")
-        if name in own and (root / name / "tasks").exists()
+        if name in own_cgroups and (root / name / "tasks").exists()
     }
     if not set(CONTROLLERS) <= set(found):
         return None
     unified = None
-    if "" in own and (root / "unified" / "cgroup.procs").exists():
-        unified = root / "unified" / own[""].lstrip("/")
-    return Homes(found["memory"], found["pids"], found.get("cpu"), unified, found.get("cpuacct"))
+    if "" in own_cgroups and (root / "unified" / "cgroup.procs").exists():
+        unified = root / "unified" / own_cgroups[""].lstrip("/")
+    return CgroupParents(
+        found["memory"], found["pids"], found.get("cpu"), unified, found.get("cpuacct")
+    )
 
 
-def _works(homes: Homes) -> bool:
+def _can_create(parents: CgroupParents) -> bool:
     try:
-        group = Cgroup(homes, f"{PREFIX}probe-{os.getpid()}")
+        group = Cgroup(parents, f"{PREFIX}probe-{os.getpid()}")
         try:
-            group.limit(64 << 20, 8)
-            if group.freezes:
-                group.freeze(True)
-                group.freeze(False)
+            group.set_limits(64 << 20, 8)
+            if group.can_freeze:
+                group.set_frozen(True)
+                group.set_frozen(False)
         finally:
             group.remove()
     except OSError:
@@ -138,102 +151,105 @@ class Cgroup:
     written for each jail is kept open.
     """
 
-    def __init__(self, homes: Homes, name: str) -> None:
-        self._two = homes.memory == homes.pids
-        self._places = [home / name for home in homes.places]
-        self._memory, self._pids = homes.memory / name, homes.pids / name
+    def __init__(self, parents: CgroupParents, name: str) -> None:
+        self._is_v2 = parents.memory == parents.pids
+        self._paths = [home / name for home in parents.paths]
+        self._memory, self._pids = parents.memory / name, parents.pids / name
         self._limits = (0, 0)
-        self._opened: list[int] = []
-        self.lists: list[int] = []  # its lists of processes, opened for writing
-        self.usage = self._freezer = -1  # `usage` reads the CPU time of all that were in it
-        self._frozen = False
+        self._open_fds: list[int] = []
+        self.member_fds: list[int] = []  # its lists of processes, opened for writing
+        self.usage_fd = self._freezer_fd = -1  # `usage` reads the CPU time of all that were in it
+        self._is_frozen = False
         try:
-            for home, place in zip(homes.places, self._places, strict=True):
+            for home, place in zip(parents.paths, self._paths, strict=True):
                 place.mkdir(exist_ok=True)
-                joined = JOINED[homes.version(home)]
-                self.lists.append(self._open(place / joined, os.O_WRONLY))
-            self._members = self._open(self._pids / "pids.current", os.O_RDONLY)
-            current = "memory.current" if self._two else "memory.usage_in_bytes"
-            self._current = self._open(self._memory / current, os.O_RDONLY)
-            events = "memory.events" if self._two else "memory.oom_control"
-            self._events = self._open(self._memory / events, os.O_RDONLY)
-            if homes.cpu is not None:
-                place, two = homes.cpu / name, homes.version(homes.cpu) == 2
+                joined = MEMBER_FILES[parents.get_version(home)]
+                self.member_fds.append(self._open(place / joined, os.O_WRONLY))
+            self._process_count_fd = self._open(self._pids / "pids.current", os.O_RDONLY)
+            current = "memory.current" if self._is_v2 else "memory.usage_in_bytes"
+            self._memory_usage_fd = self._open(self._memory / current, os.O_RDONLY)
+            events = "memory.events" if self._is_v2 else "memory.oom_control"
+            self._oom_events_fd = self._open(self._memory / events, os.O_RDONLY)
+            if parents.cpu is not None:
+                place, two = parents.cpu / name, parents.get_version(parents.cpu) == 2
                 file, weight = ("cpu.weight", WEIGHT) if two else ("cpu.shares", SHARES)
                 os.write(self._open(place / file, os.O_WRONLY), str(weight).encode())
-            if homes.unified is not None:
-                place = homes.unified / name
-                self.usage = self._open(place / "cpu.stat", os.O_RDONLY)
-                self._freezer = self._open(place / "cgroup.freeze", os.O_WRONLY)
-                os.write(self._freezer, b"0")  # one of an earlier launcher may have been left
-            elif homes.cpuacct is not None:
-                self.usage = self._open(homes.cpuacct / name / "cpuacct.usage", os.O_RDONLY)
+            if parents.unified is not None:
+                place = parents.unified / name
+                self.usage_fd = self._open(place / "cpu.stat", os.O_RDONLY)
+                self._freezer_fd = self._open(place / "cgroup.freeze", os.O_WRONLY)
+                os.write(self._freezer_fd, b"0")  # one of an earlier launcher may have been left
+            elif parents.cpuacct is not None:
+                self.usage_fd = self._open(parents.cpuacct / name / "cpuacct.usage", os.O_RDONLY)
         except OSError:
             self.remove()
             raise
 
     def _open(self, path: Path, flags: int) -> int:
-        self._opened.append(os.open(path, flags | os.O_CLOEXEC))
-        return self._opened[-1]
+        self._open_fds.append(os.open(path, flags | os.O_CLOEXEC))
+        return self._open_fds[-1]
 
     @property
-    def freezes(self) -> bool:
-        return self._freezer >= 0
+    def can_freeze(self) -> bool:
+        return self._freezer_fd >= 0
 
-    def freeze(self, frozen: bool) -> None:
+    def set_frozen(self, frozen: bool) -> None:
         """Whoever is in it stands still, or goes on; what is killed goes all the same."""
-        if frozen != self._frozen:
-            os.write(self._freezer, b"1" if frozen else b"0")
-            self._frozen = frozen
+        if frozen != self._is_frozen:
+            os.write(self._freezer_fd, b"1" if frozen else b"0")
+            self._is_frozen = frozen
 
-    def limit(self, memory_bytes: int, processes: int) -> bool:
+    def set_limits(self, memory_bytes: int, processes: int) -> bool:
         """Sets its limits; False where what it still holds is more, which can be on v1."""
         if (memory_bytes, processes) == self._limits:
             return True
-        most = self._memory / ("memory.max" if self._two else "memory.limit_in_bytes")
+        most = self._memory / ("memory.max" if self._is_v2 else "memory.limit_in_bytes")
         try:
             most.write_text(str(memory_bytes))
         except OSError as error:
-            if self._two or error.errno != errno.EBUSY:
+            if self._is_v2 or error.errno != errno.EBUSY:
                 raise
             return False
-        if self._two:
+        if self._is_v2:
             with contextlib.suppress(OSError):  # a kernel without swap accounting
                 (self._memory / "memory.swap.max").write_text("0")
         (self._pids / "pids.max").write_text(str(processes))
         self._limits = (memory_bytes, processes)
         return True
 
-    def killed(self) -> int:
+    def read_oom_kills(self) -> int:
         """Processes that went over the memory limit, so far."""
-        lines = os.pread(self._events, 1024, 0).splitlines()
+        lines = os.pread(self._oom_events_fd, 1024, 0).splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), 0)
 
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether no process is in it, and no memory but what the kernel can take back: the files
         of a jail live until its keeper has gone, which is a moment after its last process.
         """
-        if os.pread(self._members, 16, 0) != b"0\n":
+        if os.pread(self._process_count_fd, 16, 0) != b"0\n":
             return False
-        if int(os.pread(self._current, 32, 0)) <= LEFT_BYTES:
+        if int(os.pread(self._memory_usage_fd, 32, 0)) <= MAX_LEFTOVER_BYTES:
             return True
         # What is charged may be pages of files that others read, too.
         lines = map(bytes.split, (self._memory / "memory.stat").read_bytes().splitlines())
-        return sum(int(size) for name, size in lines if name in HELD) <= LEFT_BYTES
+        return (
+            sum(int(size) for name, size in lines if name in UNRECLAIMABLE_STATS)
+            <= MAX_LEFTOVER_BYTES
+        )
 
     def remove(self) -> None:
         """Removes the directories of the group, if nobody is left in them."""
-        for fd in self._opened:
+        for fd in self._open_fds:
             os.close(fd)
-        self._opened, self.lists = [], []
-        for place in self._places:
+        self._open_fds, self.member_fds = [], []
+        for place in self._paths:
             with contextlib.suppress(OSError):
                 place.rmdir()
 
 
-def sweep(homes: Homes) -> None:
+def remove_stale(parents: CgroupParents) -> None:
     """Removes groups whose sandbox, whose process number is in their names, has ended."""
-    for place in [place for home in homes.places for place in home.glob(f"{PREFIX}*")]:
+    for place in [place for home in parents.paths for place in home.glob(f"{PREFIX}*")]:
         owner = place.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             with contextlib.suppress(OSError):

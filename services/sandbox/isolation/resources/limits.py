@@ -19,10 +19,10 @@ class JailLimits:
     files: int = 4096
     output_bytes: int = 64 * 1024  # standard output and error together
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
-    def capped(self, wall_s: float = 0.0, cpu_s: float = 0.0, memory_bytes: int = 0) -> JailLimits:
+    def lower(self, wall_s: float = 0.0, cpu_s: float = 0.0, memory_bytes: int = 0) -> JailLimits:
         """The same, or less where a value is given."""
         return replace(
             self,

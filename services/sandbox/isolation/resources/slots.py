@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import Overloaded
 
-WAITING_MOST = 20_000  # calls; beyond them callers are refused
-WAIT_S = 900.0  # for a slot; callers have shorter deadlines
+MAX_WAITING_CALLS = 20_000  # calls; beyond them callers are refused
+MAX_WAIT_S = 900.0  # for a slot; callers have shorter deadlines
 
 
 class JailSlots:
@@ -22,12 +22,12 @@ class JailSlots:
         self.busy = self.waiting = 0
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
-        if self.waiting >= WAITING_MOST:
+    async def acquire(self) -> AsyncIterator[None]:
+        if self.waiting >= MAX_WAITING_CALLS:
             raise Overloaded(f"{self.waiting} calls wait for a jail already")
         self.waiting += 1
         try:
-            async with self._clock.timeout(WAIT_S, "the wait for a jail"):
+            async with self._clock.timeout(MAX_WAIT_S, "the wait for a jail"):
                 await self._free.acquire()
         finally:
             self.waiting -= 1

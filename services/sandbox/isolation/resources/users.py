@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import os
 
-from meshrl.services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.confinement import syscalls
 
 PLAIN_ID = 64_200  # user and group that own nothing, outside the ranges of distributions
 # Above what distributions, systemd and container engines give out (systemd.io/UIDS-GIDS), below
 # 2^31. An outer jail takes the block of its process number.
-FIRST, OF_ONE, BLOCKS = 1_900_000_000, 4096, 60_000
+FIRST_USER_ID, USERS_PER_BLOCK, BLOCKS = 1_900_000_000, 4096, 60_000
 
 
-def given() -> range:
+def available_indices() -> range:
     """Their places in the block of an outer jail; none where we may not give users."""
-    top = FIRST + BLOCKS * OF_ONE
-    may = os.getuid() == 0 and any(top in each for each in kernel.mapped_users())
-    return range(OF_ONE if may else 0)
+    top = FIRST_USER_ID + BLOCKS * USERS_PER_BLOCK
+    may = os.getuid() == 0 and any(top in each for each in syscalls.list_mapped_users())
+    return range(USERS_PER_BLOCK if may else 0)
 
 
-def block(pid: int) -> int:
+def first_user_id(pid: int) -> int:
     """The first user of the outer jail whose process that is."""
-    return FIRST + pid % BLOCKS * OF_ONE
+    return FIRST_USER_ID + pid % BLOCKS * USERS_PER_BLOCK
 
 
-def namespace(plain: int) -> int:
+def create_user_namespace(user_id: int) -> int:
     """A user namespace of the user `plain`, with that user and this process's block mapped.
 
     Takes root. Returns its descriptor; -1 where the host, as in a container with few ids of its
@@ -38,8 +38,8 @@ def namespace(plain: int) -> int:
     wait, over = os.pipe()
     child = os.fork()
     if child == 0:
-        kernel.become(plain)
-        kernel.unshare(kernel.CLONE_NEWUSER)
+        syscalls.switch_user(user_id)
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
         os.write(made, b"y")
         os.close(over)
         os.read(wait, 1)
@@ -48,9 +48,12 @@ def namespace(plain: int) -> int:
     try:
         if not os.read(ready, 1):
             return -1
-        first = block(os.getpid())
+        first = first_user_id(os.getpid())
         for name in ("uid_map", "gid_map"):
-            kernel.write(f"/proc/{child}/{name}", f"{plain} {plain} 1\n{first} {first} {OF_ONE}\n")
+            syscalls.write_file(
+                f"/proc/{child}/{name}",
+                f"{user_id} {user_id} 1\n{first} {first} {USERS_PER_BLOCK}\n",
+            )
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
@@ -60,8 +63,8 @@ def namespace(plain: int) -> int:
         os.waitpid(child, 0)
 
 
-def become_able_to_change(user: int) -> None:
+def switch_user_keep_setuid(user_id: int) -> None:
     """Becomes that user, who may become others, and nothing else that root may."""
-    kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-    kernel.become(user)
-    kernel.keep_capabilities((kernel.CAP_SETGID, kernel.CAP_SETUID))
+    syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
+    syscalls.switch_user(user_id)
+    syscalls.retain_capabilities((syscalls.CAP_SETGID, syscalls.CAP_SETUID))

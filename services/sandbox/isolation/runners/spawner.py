@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.errors import MeshError
-from meshrl.common.job.isolation.runners import Runner
+from meshrl.common.job.isolation.runners import ContainerRunner
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
-    INSIDE,
-    JAIL,
-    PACKAGES,
+    JAIL_PACKAGE,
+    MOUNT_POINT,
+    PACKAGES_MOUNT_POINT,
     Interpreter,
     RootContent,
-    content_of,
+    list_root_content,
 )
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.users import PLAIN_ID
-from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.isolation.runners import container_cleanup
 from meshrl.services.sandbox.isolation.runners.bridge import Bridge
 from meshrl.services.sandbox.jail import zygote
-from meshrl.services.sandbox.jail.confinement import kernel
+from meshrl.services.sandbox.jail.confinement import syscalls
 from meshrl.services.sandbox.jail.metering import watch
 from meshrl.services.sandbox.jail.wire import frames, mux
 
@@ -41,8 +41,8 @@ from meshrl.services.sandbox.jail.wire import frames, mux
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 READ_ONLY = ("bind", "ro", "nosuid", "nodev")
 OPEN_FILES = 1024  # of the relay and the keeper; the guest has a limit of its own
-IN_CONTAINER = "/tmp"  # scratch of a container that has a /tmp of its own
-SOURCES = Path(JAIL)
+CONTAINER_SCRATCH = "/tmp"  # scratch of a container that has a /tmp of its own
+JAIL_SOURCES = Path(JAIL_PACKAGE)
 
 # ---- the first lines that Python runs in a container --------------------------------------------
 
@@ -53,7 +53,7 @@ sys.version_info >= (3, 8) or sys.exit(
 )
 """
 # Run where no bundle shows the package: it comes as the first frame, and is imported from that.
-CARRIED = (
+STREAMED_PACKAGE_CODE = (
     VERSION
     + """import importlib.util, json, os
 def exactly(size):
@@ -80,7 +80,7 @@ import jail.relay
 jail.relay.main()
 """
 )
-SHOWN = (
+MOUNTED_PACKAGE_CODE = (
     VERSION
     + """sys.path.insert(0, {!r})
 import jail.relay
@@ -90,73 +90,83 @@ jail.relay.main()
 )
 
 
-class Containers:
+class ContainerSpawner:
     """Begins them, each with a number."""
 
-    def __init__(self, folder: Path, interpreter: Interpreter) -> None:
+    def __init__(self, directory: Path, interpreter: Interpreter) -> None:
         """`folder`: where its containers have their directories."""
-        self._interpreter, self._count = interpreter, 0
-        self._runner = Runner(interpreter.runner)
+        self._interpreter, self._container_number = interpreter, 0
+        self._runner = ContainerRunner(interpreter.runner)
         self._runner.check()
-        self._folder = folder
-        self._root = self._folder / leftovers.ROOT
-        self._carried = b""
-        if self._runner.bundled:
-            self._shown = content_of(interpreter)
+        self._directory = directory
+        self._root = self._directory / container_cleanup.ROOT
+        self._package_frame = b""
+        if self._runner.needs_bundle:
+            self._root_content = list_root_content(interpreter)
             self._root.mkdir()
-            lay_out(self._root, self._shown)
+            create_root(self._root, self._root_content)
         else:
-            self._carried = carried()
+            self._package_frame = pack_jail_package()
 
-    def _begin(self, packet: bytes, descriptors: list[int]) -> None:
+    def _run_bridge(self, packet: bytes, descriptors: list[int]) -> None:
         """In a fork: never returns."""
         # Apart from the spawner, whose session is killed with it, and told when that has ended.
         parent = os.getppid()
         self._control.close()
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if not kernel.end_with(parent, signal.SIGTERM):
+        if not syscalls.set_parent_death_signal(parent, signal.SIGTERM):
             os._exit(0)
         request: dict[str, Any] = json.loads(packet)
         fds = dict(zip(request["descriptors"], descriptors, strict=True))
         interpreter, runner = self._interpreter, self._runner
-        place = self._folder / str(self._count)
+        place = self._directory / str(self._container_number)
         place.mkdir()
         limits = JailLimits(**request["limits"])
         # Its clock is watched from here, where one sees what it waits for a core.
-        inside = replace(limits, wall_s=watch.SLOWEST * limits.wall_s + watch.SLOWEST_S)
-        own = "" if runner.bundled else f"/{self._folder.name}-{place.name}"
+        inside = replace(
+            limits, wall_s=watch.MAX_SLOWDOWN * limits.wall_s + watch.MAX_SLOWDOWN_EXTRA_S
+        )
+        own = "" if runner.needs_bundle else f"/{self._directory.name}-{place.name}"
         asked = {
-            "limits": inside.document(),
-            "channels": [name for name in fds if name in mux.NAMED],
+            "limits": inside.to_document(),
+            "channels": [name for name in fds if name in mux.CHANNELS_BY_NAME],
             "warm": interpreter.warm,
-            "searched_last": PACKAGES if runner.bundled and interpreter.packages else "",
-            "scratch": f"{IN_CONTAINER}{own}",
+            "searched_last": PACKAGES_MOUNT_POINT
+            if runner.needs_bundle and interpreter.packages
+            else "",
+            "scratch": f"{CONTAINER_SCRATCH}{own}",
             "user": request["user"] or PLAIN_ID,
             "nice": 0,
             "counted": request["counted"],
             "stands": request.get("stands", False),
         }
-        arguments = interpreter.command(SHOWN.format(INSIDE) if runner.bundled else CARRIED)
-        if runner.bundled:
-            document = configuration(self._root, self._shown, arguments, limits)
+        arguments = interpreter.build_command(
+            MOUNTED_PACKAGE_CODE.format(MOUNT_POINT)
+            if runner.needs_bundle
+            else STREAMED_PACKAGE_CODE
+        )
+        if runner.needs_bundle:
+            document = build_oci_config(self._root, self._root_content, arguments, limits)
             (place / "config.json").write_text(json.dumps(document))
-        Bridge(runner, place, arguments, self._carried, limits, asked, fds, request["nice"]).run()
+        Bridge(
+            runner, place, arguments, self._package_frame, limits, asked, fds, request["nice"]
+        ).run()
 
     def serve(self, control: socket.socket) -> None:
         self._control = control
 
         def prepare() -> None:
-            self._count += 1
+            self._container_number += 1
 
-        zygote.serve(control, self._begin, prepare)
+        zygote.serve(control, self._run_bridge, prepare)
 
 
-def carried() -> bytes:
+def pack_jail_package() -> bytes:
     """The package that runs inside, as a frame."""
     files = {}
-    for path in SOURCES.rglob("*.py"):
-        parts = ["jail", *path.relative_to(SOURCES).with_suffix("").parts]
+    for path in JAIL_SOURCES.rglob("*.py"):
+        parts = ["jail", *path.relative_to(JAIL_SOURCES).with_suffix("").parts]
         files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
     return frames.pack(files)
 
@@ -164,9 +174,9 @@ def carried() -> bytes:
 # ---- OCI bundles: read-only roots, with nothing of this host that bubblewrap would not show -----
 
 
-def lay_out(root: Path, shown: RootContent) -> None:
+def create_root(root: Path, content: RootContent) -> None:
     """Makes the root: the places on which the rest is bound, and the links."""
-    for inside, place in shown.binds.items():
+    for inside, place in content.binds.items():
         target = root / inside.lstrip("/")
         if os.path.isdir(place):
             target.mkdir(parents=True, exist_ok=True)
@@ -175,14 +185,14 @@ def lay_out(root: Path, shown: RootContent) -> None:
             target.touch()
     for name in ("proc", "dev", "tmp", "etc"):
         (root / name).mkdir(exist_ok=True)
-    for inside, text in shown.links.items():
+    for inside, text in content.links.items():
         (root / inside.lstrip("/")).symlink_to(text)
     for made in (root, *(each for each in root.rglob("*") if not each.is_symlink())):
         made.chmod(0o755)
 
 
-def configuration(
-    root: Path, shown: RootContent, arguments: list[str], limits: JailLimits
+def build_oci_config(
+    root: Path, content: RootContent, arguments: list[str], limits: JailLimits
 ) -> dict[str, Any]:
     """`config.json` of the OCI runtime specification, 1.0."""
     scratch = ["nosuid", "nodev", "mode=1777", f"size={limits.scratch_bytes}"]
@@ -193,7 +203,7 @@ def configuration(
     ]
     mounts += [
         {"destination": inside, "type": "bind", "source": place, "options": list(READ_ONLY)}
-        for inside, place in shown.binds.items()
+        for inside, place in content.binds.items()
     ]
     kinds = ("effective", "permitted", "bounding")
     return {
@@ -221,13 +231,13 @@ def configuration(
 
 def main() -> None:
     parent = os.getppid()
-    if not kernel.end_with(parent, signal.SIGKILL):
+    if not syscalls.set_parent_death_signal(parent, signal.SIGKILL):
         sys.exit("the sandbox has ended")
     os.umask(0o022)
     control = socket.socket(fileno=int(sys.argv[1]))
-    leftovers.sweep()
+    container_cleanup.remove_stale()
     try:
-        containers = Containers(Path(sys.argv[2]), Interpreter.decode(sys.argv[3]))
+        containers = ContainerSpawner(Path(sys.argv[2]), Interpreter.decode(sys.argv[3]))
     except (MeshError, OSError) as error:
         sys.exit(f"sandbox.runner: {error}")
     containers.serve(control)

@@ -1,1 +1,3 @@
-"""Limits of a jail that the kernel keeps: system calls, files, rights. Open `allowed.py` first."""
+"""Limits of a jail that the kernel keeps: system calls, files, rights.
+Open `syscall_policy.py` first.
+"""

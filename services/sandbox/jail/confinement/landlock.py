@@ -11,7 +11,7 @@ import os
 import struct
 from collections.abc import Iterable
 
-from .kernel import called
+from .syscalls import call_libc
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on every architecture
 VERSION_FLAG = 1
@@ -20,20 +20,22 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 READ = EXECUTE | READ_FILE | READ_DIR
 FILE_ONLY = EXECUTE | WRITE_FILE | READ_FILE | 1 << 14 | 1 << 15
 # Of what may be done where files may be written: no devices, no sockets, no requests to drivers.
-NEVER = 1 << 6 | 1 << 9 | 1 << 11 | 1 << 15
+NEVER_ALLOWED = 1 << 6 | 1 << 9 | 1 << 11 | 1 << 15
 # Bits of file access, of TCP, and of scopes (abstract sockets, signals) by the ABI that knows them.
 FILES = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
 TCP_SINCE, TCP = 4, 3
 SCOPES_SINCE, SCOPES = 6, 3
-LEAST = 3  # the first that knows of truncation: below, files that may be read can be emptied
-TIER = SCOPES_SINCE  # below, jails that share a user can signal each other and their keepers
+MIN_ABI = 3  # the first that knows of truncation: below, files that may be read can be emptied
+TIER_MIN_ABI = (
+    SCOPES_SINCE  # below, jails that share a user can signal each other and their keepers
+)
 
 
-def abi() -> int:
+def read_abi() -> int:
     """The version that this kernel has; 0: none."""
     try:
         flag = ctypes.c_uint(VERSION_FLAG)
-        return called("syscall", ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), flag)
+        return call_libc("syscall", ctypes.c_long(CREATE_RULESET), None, ctypes.c_size_t(0), flag)
     except OSError:
         return 0
 
@@ -42,21 +44,21 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> None:
     """Makes this process, and all that it starts, see no other files and signal nobody outside;
     takes PR_SET_NO_NEW_PRIVS.
     """
-    version = abi()
+    version = read_abi()
     everything = FILES[max(known for known in FILES if known <= version)]
     size = 24 if version >= SCOPES_SINCE else 16 if version >= TCP_SINCE else 8
     attributes = struct.pack("QQQ", everything, TCP, SCOPES)[:size]  # the kernel reads no more
-    ruleset = _call(CREATE_RULESET, attributes, size, 0)
+    ruleset = _syscall(CREATE_RULESET, attributes, size, 0)
     try:
-        for paths, access in ((readable, READ), (writable, everything & ~NEVER)):
+        for paths, access in ((readable, READ), (writable, everything & ~NEVER_ALLOWED)):
             for path in paths:
-                _allow(ruleset, path, access)
-        _call(RESTRICT_SELF, ruleset, 0)
+                _add_rule(ruleset, path, access)
+        _syscall(RESTRICT_SELF, ruleset, 0)
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, path: str, access: int) -> None:
+def _add_rule(ruleset: int, path: str, access: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -64,11 +66,11 @@ def _allow(ruleset: int, path: str, access: int) -> None:
     try:
         if not os.path.isdir(path):
             access &= FILE_ONLY
-        _call(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", access, place), 0)
+        _syscall(ADD_RULE, ruleset, PATH_BENEATH, struct.pack("=Qi", access, place), 0)
     finally:
         os.close(place)
 
 
-def _call(number: int, *arguments: int | bytes) -> int:
+def _syscall(number: int, *arguments: int | bytes) -> int:
     typed = [a if isinstance(a, bytes) else ctypes.c_long(a) for a in arguments]
-    return called("syscall", ctypes.c_long(number), *typed)
+    return call_libc("syscall", ctypes.c_long(number), *typed)

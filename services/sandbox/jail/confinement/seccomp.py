@@ -13,12 +13,12 @@ import errno
 import functools
 import struct
 
-from . import kernel
-from .allowed import CallCase, CallPolicy
-from .calls import LAST, architecture, numbers
+from . import syscalls
+from .syscall_policy import SyscallPolicy, SyscallRule
+from .syscall_table import LAST, find_architecture, list_numbers
 
 ALLOW = 0x7FFF0000
-TELL = 0x7FC00000  # SECCOMP_RET_USER_NOTIF: whoever listens answers
+USER_NOTIFY = 0x7FC00000  # SECCOMP_RET_USER_NOTIF: whoever listens answers
 ERRNO = 0x00050000
 KILL = 0x80000000
 SET_MODE_FILTER, NEW_LISTENER = 1, 1 << 3
@@ -26,26 +26,26 @@ SET_MODE_FILTER, NEW_LISTENER = 1, 1 << 3
 # BPF instructions (linux/filter.h): load a word of the call's record, mask it, jump, return.
 LOAD, AND, JUMP, JUMP_EQUAL, JUMP_ABOVE, RETURN = 0x20, 0x54, 0x05, 0x15, 0x25, 0x06
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16
-INSTRUCTION = 8  # bytes
-FARTHEST = 254  # instructions that a conditional jump passes over; it can 255
+INSTRUCTION_BYTES = 8  # bytes
+MAX_JUMP = 254  # instructions that a conditional jump passes over; it can 255
 
 
-def program(policy: CallPolicy, told: bool = True, machine: str = "") -> bytes:
+def compile_filter(policy: SyscallPolicy, notify: bool = True, machine: str = "") -> bytes:
     """The filter for `machine` (default: this one), as an array of struct sock_filter.
 
     `told`: refused calls go to a listener; else they are answered with EPERM.
     """
-    expected, _ = architecture(machine)
-    known = numbers(machine)
-    refused = TELL if told else ERRNO | errno.EPERM
+    expected, _ = find_architecture(machine)
+    known = list_numbers(machine)
+    refused = USER_NOTIFY if notify else ERRNO | errno.EPERM
     bodies = {number: _return(refused) for number in range(LAST + 1)}
-    bodies.update((known[name], _return(ALLOW)) for name in policy.always if name in known)
-    for name, error in policy.answered:
+    bodies.update((known[name], _return(ALLOW)) for name in policy.allowed_calls if name in known)
+    for name, error in policy.fixed_errors:
         if name in known:
             bodies[known[name]] = _return(ERRNO | error)
-    for name, cases in policy.cases:
+    for name, cases in policy.rules:
         if name in known:
-            bodies[known[name]] = b"".join(_case(case) for case in cases) + _return(refused)
+            bodies[known[name]] = b"".join(_encode_rule(case) for case in cases) + _return(refused)
     ranges: list[tuple[int, bytes]] = []  # the first number, and what all up to the next get
     for number in range(LAST + 1):
         if not ranges or ranges[-1][1] != bodies[number]:
@@ -58,100 +58,100 @@ def program(policy: CallPolicy, told: bool = True, machine: str = "") -> bytes:
             _load(NUMBER_AT),
             _jump(JUMP_ABOVE, LAST, 0, 1),  # numbers of x32 are above it, too
             _return(ERRNO | errno.ENOSYS),
-            _Decisions(ranges).code,
+            _DecisionTree(ranges).code,
         ]
     )
 
 
-def install(policy: CallPolicy, listen: bool = False) -> int:
+def install(policy: SyscallPolicy, notify: bool = False) -> int:
     """Holds this process, and all that it starts, to the policy for ever; takes
     PR_SET_NO_NEW_PRIVS.
 
     Returns the descriptor that tells of refused calls, which it is the caller's to answer; -1 when
     nobody is to listen, or this kernel, or a filter above us that has a listener, does not let us.
     """
-    if listen:
+    if notify:
         try:
-            return _install(policy, True)
+            return _install_prepared(policy, True)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EBUSY):
                 raise
-    _install(policy, False)
+    _install_prepared(policy, False)
     return -1
 
 
-def _install(policy: CallPolicy, told: bool) -> int:
-    number, record, _ = prepared(policy, told)
-    how = ctypes.c_long(SET_MODE_FILTER), ctypes.c_long(NEW_LISTENER if told else 0)
-    return kernel.called("syscall", number, *how, record)
+def _install_prepared(policy: SyscallPolicy, notify: bool) -> int:
+    number, record, _ = prepare_filter(policy, notify)
+    how = ctypes.c_long(SET_MODE_FILTER), ctypes.c_long(NEW_LISTENER if notify else 0)
+    return syscalls.call_libc("syscall", number, *how, record)
 
 
 @functools.lru_cache(maxsize=8)  # a zygote makes them once, before it forks
-def prepared(policy: CallPolicy, told: bool) -> tuple[ctypes.c_long, bytes, object]:
+def prepare_filter(policy: SyscallPolicy, notify: bool) -> tuple[ctypes.c_long, bytes, object]:
     """The number of seccomp(2), a struct sock_fprog, and the filter that it points to, which must
     live as long.
     """
-    code = program(policy, told)
+    code = compile_filter(policy, notify)
     kept = ctypes.create_string_buffer(code, len(code))
     record = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(kept))
-    return ctypes.c_long(numbers()["seccomp"]), record, kept
+    return ctypes.c_long(list_numbers()["seccomp"]), record, kept
 
 
-class _Decisions:
+class _DecisionTree:
     """Which range a number is in, found by halving. A jump goes forwards only, and not far, so the
     instructions are made from the last to the first: returns that are near are shared.
     """
 
     def __init__(self, ranges: list[tuple[int, bytes]]) -> None:
-        self._backwards: list[bytes] = []
-        self._returns: dict[bytes, int] = {}  # the place of each, counted from the end
-        self._tree(ranges)
-        self.code = b"".join(reversed(self._backwards))
+        self._reversed_instructions: list[bytes] = []
+        self._return_positions: dict[bytes, int] = {}  # the place of each, counted from the end
+        self._build(ranges)
+        self.code = b"".join(reversed(self._reversed_instructions))
 
-    def _tree(self, ranges: list[tuple[int, bytes]]) -> int | bytes:
+    def _build(self, ranges: list[tuple[int, bytes]]) -> int | bytes:
         """The place of its first instruction; or that itself, where it is the only one."""
         if len(ranges) == 1:
             body = ranges[0][1]
-            if len(body) == INSTRUCTION:
+            if len(body) == INSTRUCTION_BYTES:
                 return body
-            for at in reversed(range(0, len(body), INSTRUCTION)):
-                self._backwards.append(body[at : at + INSTRUCTION])
-            return len(self._backwards)
+            for at in reversed(range(0, len(body), INSTRUCTION_BYTES)):
+                self._reversed_instructions.append(body[at : at + INSTRUCTION_BYTES])
+            return len(self._reversed_instructions)
         middle = len(ranges) // 2
-        high, low = self._tree(ranges[middle:]), self._tree(ranges[:middle])
-        above, below = self._near(high), self._near(low)
-        here, last = len(self._backwards), ranges[middle][0] - 1
-        self._backwards.append(_jump(JUMP_ABOVE, last, here - above, here - below))
+        high, low = self._build(ranges[middle:]), self._build(ranges[:middle])
+        above, below = self._within_jump(high), self._within_jump(low)
+        here, last = len(self._reversed_instructions), ranges[middle][0] - 1
+        self._reversed_instructions.append(_jump(JUMP_ABOVE, last, here - above, here - below))
         return here + 1
 
-    def _near(self, aim: int | bytes) -> int:
+    def _within_jump(self, target: int | bytes) -> int:
         """A place from which it goes on as from that one, near enough for a jump."""
-        here = len(self._backwards)
-        place = self._returns.get(aim) if isinstance(aim, bytes) else aim
-        if place is not None and here - place <= FARTHEST:
+        here = len(self._reversed_instructions)
+        place = self._return_positions.get(target) if isinstance(target, bytes) else target
+        if place is not None and here - place <= MAX_JUMP:
             return place
-        if isinstance(aim, bytes):
-            self._backwards.append(aim)
-            self._returns[aim] = here + 1
+        if isinstance(target, bytes):
+            self._reversed_instructions.append(target)
+            self._return_positions[target] = here + 1
         else:
-            self._backwards.append(struct.pack("HBBI", JUMP, 0, 0, here - aim))
+            self._reversed_instructions.append(struct.pack("HBBI", JUMP, 0, 0, here - target))
         return here + 1
 
 
-def _case(case: CallCase) -> bytes:
+def _encode_rule(rule: SyscallRule) -> bytes:
     """Returns where all its tests hold; goes on behind itself where one does not."""
-    code = _return(ALLOW if case.error is None else ERRNO | case.error)
-    for test in reversed(case.tests):
+    code = _return(ALLOW if rule.error is None else ERRNO | rule.error)
+    for test in reversed(rule.tests):
         count, beyond = len(test.values), len(code) // 8
         code = b"".join(
             [
-                _load(ARGUMENTS_AT + 8 * test.argument),
+                _load(ARGUMENTS_AT + 8 * test.argument_index),
                 struct.pack("HBBI", AND, 0, 0, test.mask) if test.mask != 0xFFFFFFFF else b"",
                 *(
-                    _jump(JUMP_EQUAL, value, count - 1 - place + (beyond if test.none else 0), 0)
+                    _jump(JUMP_EQUAL, value, count - 1 - place + (beyond if test.negated else 0), 0)
                     for place, value in enumerate(test.values[:-1])
                 ),
-                _jump(JUMP_EQUAL, test.values[-1], *((beyond, 0) if test.none else (0, beyond))),
+                _jump(JUMP_EQUAL, test.values[-1], *((beyond, 0) if test.negated else (0, beyond))),
                 code,
             ]
         )

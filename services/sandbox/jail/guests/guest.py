@@ -21,21 +21,21 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from ..objects import side
-from ..testing import running
-from ..wire import frames, plain
-from . import judged, suite
+from ..objects import object_connection
+from ..testing import runner
+from ..wire import frames, plain_data
+from . import judge_environment, pytest_suite
 
 # Exit statuses that name why a program ended; the sandbox tells the model in words.
-OUT_OF_MEMORY, REFUSED = 72, 77
-REFUSALS = {
+OUT_OF_MEMORY_EXIT, DENIED_EXIT = 72, 77
+DENIED_ERRNOS = {
     *(errno.EPERM, errno.EACCES, errno.EAGAIN, errno.EFBIG),
     *(errno.ENOSPC, errno.EMFILE, errno.EROFS, errno.EDQUOT),
 }
 SOURCE_NAME = "main.py"
 
 
-def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
+def run(program: dict[str, Any], channel: int, peer: int) -> NoReturn:
     """Runs `program` and ends the process; never returns."""
     mode = program["mode"]
     seed_random()
@@ -47,30 +47,32 @@ def run(program: dict[str, Any], cells: int, peer: int) -> NoReturn:
         for name in ("exit", "quit"):  # as `site` adds them, which is not imported here
             setattr(builtins, name, sys.exit)
         if program.get("graded"):
-            judged.prepare(prints=mode == "program")
+            judge_environment.prepare(keeps_stdout=mode == "program")
         if mode == "cells":
-            _cells(cells)
+            _serve_cells(channel)
         elif mode == "calls":
-            _calls(program, cells)
+            _serve_calls(program, channel)
         elif mode == "objects":
-            side.serve(peer, lambda: _module(program["source"], "solution"))
+            object_connection.serve_solution(
+                peer, lambda: _execute_module(program["source"], "solution")
+            )
         elif mode == "tests":
-            running.run(program, cells, peer)
+            runner.run(program, channel, peer)
         elif mode == "suite":
-            suite.run(program, cells)
+            pytest_suite.run(program, channel)
         else:
-            _module(program["source"], "__main__")
+            _execute_module(program["source"], "__main__")
         _end(0)
-    except frames.Closed:
+    except frames.FrameChannelClosed:
         _end(0)
     except SystemExit as request:
         _end(_exit_code(request))
     except BaseException as error:
-        show(error)
-        _end(_status(error))
+        print_traceback(error)
+        _end(_exit_status(error))
 
 
-def make_streams() -> None:
+def create_streams() -> None:
     """Standard streams over descriptors 0 to 2, whatever these are when a guest runs: the zygote
     makes them once. They ask then whether one can seek in what they write to: it must be a pipe.
     """
@@ -84,14 +86,14 @@ def make_streams() -> None:
         raw = io.BufferedWriter(file) if fd else io.BufferedReader(file)
         how: dict[str, Any] = {"errors": "backslashreplace", "line_buffering": True} if fd else {}
         # By lines: what was printed before a time-out is not lost.
-        text = judged.as_opened(io.TextIOWrapper(raw, "utf-8", **how), "w" if fd else "r")
+        text = judge_environment.set_mode(io.TextIOWrapper(raw, "utf-8", **how), "w" if fd else "r")
         os.dup2(kept, fd)
         os.close(kept)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     os.close(reading)
     os.close(writing)
-    judged.ready()
+    judge_environment.prepare_zygote()
 
 
 def seed_random() -> None:
@@ -101,20 +103,20 @@ def seed_random() -> None:
     os.register_at_fork(after_in_child=generator.seed)
 
 
-def _module(source: str, name: str) -> types.ModuleType:
+def _execute_module(source: str, name: str) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__file__ = SOURCE_NAME
     sys.modules[name] = module
-    _show_lines(source, SOURCE_NAME)
+    _cache_source_lines(source, SOURCE_NAME)
     exec(compile(source, SOURCE_NAME, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
-def _show_lines(source: str, name: str) -> None:
+def _cache_source_lines(source: str, name: str) -> None:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
-def show(error: BaseException) -> None:
+def print_traceback(error: BaseException) -> None:
     """The traceback, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -125,13 +127,13 @@ def show(error: BaseException) -> None:
         os.write(2, f"{type(error).__name__}\n".encode())
 
 
-def _status(error: BaseException) -> int:
+def _exit_status(error: BaseException) -> int:
     if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
-        return OUT_OF_MEMORY
-    if isinstance(error, OSError) and error.errno in REFUSALS:
-        return REFUSED
+        return OUT_OF_MEMORY_EXIT
+    if isinstance(error, OSError) and error.errno in DENIED_ERRNOS:
+        return DENIED_EXIT
     if isinstance(error, RuntimeError) and str(error).startswith("can't start new thread"):
-        return REFUSED
+        return DENIED_EXIT
     return 1
 
 
@@ -163,7 +165,7 @@ def _end(code: int) -> NoReturn:
 # ---- sessions -----------------------------------------------------------------------------------
 
 
-def _cells(fd: int) -> None:
+def _serve_cells(fd: int) -> None:
     """One cell after the other in one namespace, as in a notebook: a last expression is shown."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
@@ -174,12 +176,12 @@ def _cells(fd: int) -> None:
         number += 1
         status = 0
         try:
-            _cell(cell["source"], f"cell {number}", module.__dict__)
+            _execute_cell(cell["source"], f"cell {number}", module.__dict__)
         except SystemExit as request:
             status = _exit_code(request)
         except BaseException as error:
-            show(error)
-            status = _status(error)
+            print_traceback(error)
+            status = _exit_status(error)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -188,9 +190,9 @@ def _cells(fd: int) -> None:
         frames.send(fd, {"cell": cell["token"], "exit": status})
 
 
-def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
+def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> None:
     tree = ast.parse(source, name)
-    _show_lines(source, name)
+    _cache_source_lines(source, name)
     shown = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, name, "exec", dont_inherit=True), namespace)
     if isinstance(shown, ast.Expr):
@@ -204,24 +206,26 @@ def _cell(source: str, name: str, namespace: dict[str, Any]) -> None:
 # ---- calls --------------------------------------------------------------------------------------
 
 
-def _calls(program: dict[str, Any], fd: int) -> None:
+def _serve_calls(program: dict[str, Any], fd: int) -> None:
     """Calls one function of the program with what comes, and says what it returned."""
-    module = _module(program["source"], "solution")
-    judged.named(module, program["function"])
+    module = _execute_module(program["source"], "solution")
+    judge_environment.resolve_function(module, program["function"])
     own = os.getpid()
     frames.send(fd, {"ready": True})
     while True:
         asked = frames.receive(fd)
         answer: dict[str, Any] = {"call": asked["call"]}
-        args, kwargs = plain.unpacked(asked["args"]), plain.unpacked(asked["kwargs"])
+        args, kwargs = plain_data.decode(asked["args"]), plain_data.decode(asked["kwargs"])
         try:
-            function = judged.named(module, program["function"])
-            answer["value"] = plain.jsonable(judged.returned(function(*args, **kwargs)))
+            function = judge_environment.resolve_function(module, program["function"])
+            answer["value"] = plain_data.to_jsonable(
+                judge_environment.await_result(function(*args, **kwargs))
+            )
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)
+            os._exit(OUT_OF_MEMORY_EXIT)
         except BaseException as error:
             answer["raised"] = type(error).__name__
-            show(error)
+            print_traceback(error)
         if os.getpid() != own:
             os._exit(0)
         frames.send(fd, answer)

@@ -7,29 +7,29 @@ import os
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def fields(pid: int) -> list[bytes]:
+def read_stat(pid: int) -> list[bytes]:
     """Fields of /proc/PID/stat from the third (the state) on; names need not be text."""
     return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
 
 
-def scheduled(place: str) -> tuple[float, float]:
+def read_schedstat_s(process_path: str) -> tuple[float, float]:
     """Seconds that a process, or a thread of it, has run, and has waited for a core."""
-    found = _read(f"/proc/{place}/schedstat").split()
+    found = _read(f"/proc/{process_path}/schedstat").split()
     return (int(found[0]) / 1e9, int(found[1]) / 1e9) if len(found) > 1 else (0.0, 0.0)
 
 
-def resident_bytes(pid: int) -> int:
+def read_rss_bytes(pid: int) -> int:
     """Its pages in memory, also those that it shares."""
     found = _read(f"/proc/{pid}/statm").split()
     return int(found[1]) * PAGE if found else 0
 
 
-def share_bytes(pid: int) -> int:
+def read_pss_bytes(pid: int) -> int:
     """Its pages, those that it shares by its part of them; all where the kernel does not say."""
     for line in _read(f"/proc/{pid}/smaps_rollup").splitlines():
         if line.startswith(b"Pss:"):
             return int(line.split()[1]) << 10
-    return resident_bytes(pid)
+    return read_rss_bytes(pid)
 
 
 def _read(path: str) -> bytes:

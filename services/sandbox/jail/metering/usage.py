@@ -10,37 +10,39 @@ from collections.abc import Callable
 from . import proc
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-STANDING = (b"T", b"t", b"Z", b"X")  # states of processes: stopped, traced, ended
+STOPPED_STATES = (b"T", b"t", b"Z", b"X")  # states of processes: stopped, traced, ended
 FIRST_PIDS = 2  # in a process namespace of their own: the keeper, and the guest's first process
-MEMORY_LOOK_S = 0.05  # between two looks; a core fills some 100 MB meanwhile
-MEMORY_LOOK_SHARE = 50  # times the CPU time that a look took: looking costs 2 % of a core at most
-MEMORY_LOOKS = 20  # at processes that come and go, before they are over the limit
+MEMORY_POLL_S = 0.05  # between two looks; a core fills some 100 MB meanwhile
+MEMORY_POLL_COST_FACTOR = (
+    50  # times the CPU time that a look took: looking costs 2 % of a core at most
+)
+MAX_MEMORY_CHECKS = 20  # at processes that come and go, before they are over the limit
 OVERHEAD_BYTES = 16 << 20  # as of control groups: what a fork has beside what the program asks for
 
 
-class Grouped:
+class CgroupCpuTime:
     """Of a control group, which counts to the microsecond whoever is in it, and whoever has been.
 
     `fd` reads `cpu.stat` (v2) or `cpuacct.usage` (v1).
     """
 
-    blind = False
+    has_unseen = False
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._before = self._read()  # of the jails that had the group earlier
+        self._initial_s = self._read()  # of the jails that had the group earlier
 
-    def seconds(self, charged: bool = True) -> float:
+    def read_s(self, charged: bool = True) -> float:
         """Whether time is charged makes no difference: nothing is unseen."""
-        return self._read() - self._before
+        return self._read() - self._initial_s
 
     @staticmethod
-    def members() -> list[int]:
+    def list_pids() -> list[int]:
         """None: whoever is in the group is frozen from outside."""
         return []
 
     @staticmethod
-    def standing() -> dict[int, bool]:
+    def list_stopped() -> dict[int, bool]:
         """None, as above."""
         return {}
 
@@ -51,7 +53,7 @@ class Grouped:
         return int(text) / 1e9
 
 
-class Scanned:
+class ScannedCpuTime:
     """Of what `/proc` shows. What was seen once stays counted, whoever waits for its end or not.
 
     The jail is a group of processes, or with 0 all of a process namespace of its own. There it is
@@ -60,73 +62,75 @@ class Scanned:
     time between two looks in which some went then counts as a core's at least.
     """
 
-    def __init__(self, group: int) -> None:
-        self._alone, self._group = group == 0, str(group).encode()
-        self._total = self._reaped = 0.0
+    def __init__(self, process_group: int) -> None:
+        self._owns_namespace, self._process_group = process_group == 0, str(process_group).encode()
+        self._total_s = self._reaped_s = 0.0
         self._seen: dict[tuple[int, bytes], tuple[float, float, int]] = {}
         self._tasks_seen = 1  # of those, the keeper is not looked at
-        self._unseen = 0  # processes and threads that came and went between two looks
-        self._looked = time.monotonic()
-        self.blind = False
+        self._unseen_tasks = 0  # processes and threads that came and went between two looks
+        self._scanned_at = time.monotonic()
+        self.has_unseen = False
 
-    def seconds(self, charged: bool = True) -> float:
+    def read_s(self, charged: bool = True) -> float:
         """`charged`: whether the time since the last look may count; not if all stood still."""
-        before_s, looked, self._looked = self._total, self._looked, time.monotonic()
-        last_pid = newest() if self._alone else 0
+        before_s, looked, self._scanned_at = self._total_s, self._scanned_at, time.monotonic()
+        last_pid = read_last_pid() if self._owns_namespace else 0
         times = os.times()
         reaped = times.children_user + times.children_system
-        of_children, self._reaped = reaped - self._reaped, reaped
+        of_children, self._reaped_s = reaped - self._reaped_s, reaped
         seen, appeared = {}, 0
-        for pid, start, children, threads, _ in self._processes():
+        for pid, start, children, threads, _ in self._scan_processes():
             before = self._seen.pop((pid, start), (0.0, 0.0, 0))
             own = before[0]
             with contextlib.suppress(OSError):
                 own = max(own, time.clock_gettime(~pid << 3 | 2))  # clock_getcpuclockid(3)
-            self._total += own - before[0]
+            self._total_s += own - before[0]
             of_children += children - before[1]
             appeared += max(0, threads - before[2])
             seen[pid, start] = (own, children, threads)
         # Whoever has gone is counted again in the times of whoever has waited for it.
         gone = sum(own + children for own, children, _ in self._seen.values())
-        self._total += max(0.0, of_children - gone)
+        self._total_s += max(0.0, of_children - gone)
         lost, self._seen = bool(self._seen), seen
         self._tasks_seen += appeared
-        unseen = last_pid - FIRST_PIDS + 1 - self._tasks_seen if self._alone else 0
-        if unseen > self._unseen:
-            self._unseen, lost = unseen, True
-        if self.blind and lost and charged:
-            self._total = max(self._total, before_s + self._looked - looked)
-        self.blind = self.blind or (self._unseen > 0 if self._alone else lost)
-        return self._total
+        unseen = last_pid - FIRST_PIDS + 1 - self._tasks_seen if self._owns_namespace else 0
+        if unseen > self._unseen_tasks:
+            self._unseen_tasks, lost = unseen, True
+        if self.has_unseen and lost and charged:
+            self._total_s = max(self._total_s, before_s + self._scanned_at - looked)
+        self.has_unseen = self.has_unseen or (
+            self._unseen_tasks > 0 if self._owns_namespace else lost
+        )
+        return self._total_s
 
-    def members(self) -> list[int]:
-        return [pid for pid, *_ in self._processes()]
+    def list_pids(self) -> list[int]:
+        return [pid for pid, *_ in self._scan_processes()]
 
-    def standing(self) -> dict[int, bool]:
+    def list_stopped(self) -> dict[int, bool]:
         """Of each process, whether it has been stopped, or has ended."""
-        return {pid: stands for pid, *_, stands in self._processes()}
+        return {pid: stands for pid, *_, stands in self._scan_processes()}
 
-    def _processes(self) -> list[tuple[int, bytes, float, int, bool]]:
+    def _scan_processes(self) -> list[tuple[int, bytes, float, int, bool]]:
         """(pid, start, CPU time of children that were waited for, threads, whether it stands) of
         each.
         """
         found = []
         for pid in {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}:
-            fields = proc.fields(pid)
-            if fields and (self._alone or fields[2] == self._group):
+            fields = proc.read_stat(pid)
+            if fields and (self._owns_namespace or fields[2] == self._process_group):
                 children = (int(fields[13]) + int(fields[14])) * TICK_S
-                stands = fields[0] in STANDING
+                stands = fields[0] in STOPPED_STATES
                 found.append((pid, fields[19], children, int(fields[17]), stands))
         return found
 
 
-def newest() -> int:
+def read_last_pid() -> int:
     """The number that our process namespace gave last, to a process or a thread."""
     with open("/proc/loadavg", "rb") as file:
         return int(file.read().split()[4])
 
 
-class WatchedMemory:
+class MemoryLimitWatch:
     """Memory of all processes of a jail together, where no control group bounds it. One process is
     bounded by its address space: what is looked for is more than one, that each stay below the
     limit, and what they share, which is counted once.
@@ -136,36 +140,44 @@ class WatchedMemory:
     """
 
     def __init__(
-        self, limit: int, members: Callable[[], list[int]], newest: Callable[[], int], only: int
+        self,
+        limit_bytes: int,
+        list_pids: Callable[[], list[int]],
+        read_last_pid: Callable[[], int],
+        single_process_pid: int,
     ) -> None:
-        self._limit = limit + OVERHEAD_BYTES
-        self._members, self._newest, self._only = members, newest, only
-        self.due = time.monotonic() + MEMORY_LOOK_S
+        self._limit_bytes = limit_bytes + OVERHEAD_BYTES
+        self._list_pids, self._read_last_pid, self._single_process_pid = (
+            list_pids,
+            read_last_pid,
+            single_process_pid,
+        )
+        self.next_check_at = time.monotonic() + MEMORY_POLL_S
 
-    def over(self) -> bool:
+    def check_over_limit(self) -> bool:
         """Whether they are over the limit now."""
         begun = time.thread_time()
-        found = self._newest() != self._only and self._is_over()
-        self.due = time.monotonic() + max(
-            MEMORY_LOOK_S, MEMORY_LOOK_SHARE * (time.thread_time() - begun)
+        found = self._read_last_pid() != self._single_process_pid and self._is_over_limit()
+        self.next_check_at = time.monotonic() + max(
+            MEMORY_POLL_S, MEMORY_POLL_COST_FACTOR * (time.thread_time() - begun)
         )
         return found
 
-    def _is_over(self) -> bool:
+    def _is_over_limit(self) -> bool:
         # When one of them ends, its part of what is shared becomes the others': looks at each in
         # turn are believed when nobody came or went meanwhile, or when all of many say the same.
-        for _ in range(MEMORY_LOOKS):
-            resident = self._resident()
-            if sum(resident.values()) <= self._limit:
+        for _ in range(MAX_MEMORY_CHECKS):
+            resident = self._read_rss()
+            if sum(resident.values()) <= self._limit_bytes:
                 return False
             # Pages that several have count for each above, and by their share here.
-            if sum(map(proc.share_bytes, resident)) <= self._limit:
+            if sum(map(proc.read_pss_bytes, resident)) <= self._limit_bytes:
                 return False
-            if self._resident().keys() == resident.keys():
+            if self._read_rss().keys() == resident.keys():
                 return True
         return True
 
-    def _resident(self) -> dict[int, int]:
+    def _read_rss(self) -> dict[int, int]:
         """Bytes of those that have memory: of one that has ended there may still be a number."""
-        found = {pid: proc.resident_bytes(pid) for pid in self._members()}
+        found = {pid: proc.read_rss_bytes(pid) for pid in self._list_pids()}
         return {pid: size for pid, size in found.items() if size}

@@ -12,44 +12,52 @@ from typing import Any, NamedTuple
 
 from ..wire import frames
 from . import proc, usage
-from .refusals import Refusals
+from .seccomp_listener import SeccompListener
 
-LOOK_S = 0.005  # the least between two looks at the clocks of a guest
-FIRST_LOOK_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
-BLIND_LOOK_S = 0.03  # most between two looks once processes have come and gone unseen
-LOOK_SHARE = 20  # times the CPU time of a look: the keeper of a large jail does not only look
-SLOWEST, SLOWEST_S = 10, 20.0  # times its wall clock limit, and more: waiting for cores included
-SETTING_UP_S = 0.1  # between two looks whether a guest has been set up that takes long
-DISK_LOOK_S = 0.05  # between two looks at a guest that waits for the disk
-FROZEN_S = 3600.0  # between two looks at who cannot run
-STOPPED_LOOK_S, STOPPED_S = 0.05, 2.0  # between looks at who was stopped by a signal: ever longer
+MIN_POLL_S = 0.005  # the least between two looks at the clocks of a guest
+FIRST_POLL_S = 0.02  # from a call's begin to the first: most have ended, and no time is so short
+UNSEEN_POLL_S = 0.03  # most between two looks once processes have come and gone unseen
+POLL_COST_FACTOR = 20  # times the CPU time of a look: the keeper of a large jail does not only look
+MAX_SLOWDOWN, MAX_SLOWDOWN_EXTRA_S = (
+    10,
+    20.0,
+)  # times its wall clock limit, and more: waiting for cores included
+SETUP_POLL_S = 0.1  # between two looks whether a guest has been set up that takes long
+DISK_WAIT_POLL_S = 0.05  # between two looks at a guest that waits for the disk
+FROZEN_POLL_S = 3600.0  # between two looks at who cannot run
+MIN_STOPPED_POLL_S, MAX_STOPPED_POLL_S = (
+    0.05,
+    2.0,
+)  # between looks at who was stopped by a signal: ever longer
 CORES = os.cpu_count() or 1  # that are online
-STOPPED_CPU_S = 0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
+MAX_STOPPED_CPU_S = (
+    0.1  # most CPU time of who was: it takes some to stop, and a timer may continue it
+)
 
 
-def stolen() -> float:
+def read_steal_s() -> float:
     """Seconds in which the host of this virtual machine has run others on a core of it, in the
     mean over its cores: whose core it was, nobody says.
     """
     try:
         with open("/proc/stat", "rb") as file:
-            return stolen_of(file.readline(), CORES)
+            return parse_steal_s(file.readline(), CORES)
     except (OSError, IndexError):
         return 0.0
 
 
-def stolen_of(line: bytes, cores: int) -> float:
+def parse_steal_s(line: bytes, cores: int) -> float:
     """The same of the first line of /proc/stat, which adds up ticks of so many cores."""
     return int(line.split()[8]) * usage.TICK_S / cores
 
 
-class WatchedGuest(NamedTuple):
+class GuestDescriptors(NamedTuple):
     """A guest's first process, and descriptors that become readable."""
 
     pid: int
-    channel: int  # when the sandbox says something
-    wake: int  # when a process of the jail has ended
-    ready: int  # when the guest has been set up
+    channel_fd: int  # when the sandbox says something
+    child_exit_fd: int  # when a process of the jail has ended
+    setup_fd: int  # when the guest has been set up
 
 
 class GuestWatch:
@@ -64,202 +72,209 @@ class GuestWatch:
 
     def __init__(
         self,
-        guest: WatchedGuest,
+        guest: GuestDescriptors,
         limits: dict[str, Any],
-        cpu: usage.Grouped | usage.Scanned,
+        cpu: usage.CgroupCpuTime | usage.ScannedCpuTime,
         signal_all: Callable[[int], None],
-        refusals: Refusals,
-        together: usage.WatchedMemory | None,
-        stands: bool,
+        listener: SeccompListener,
+        memory: usage.MemoryLimitWatch | None,
+        clock_paused: bool,
     ) -> None:
         """`stands`: the wall clock stands until the first lap, or until a turn begins."""
-        self._child, self._channel, self._wake = guest.pid, guest.channel, guest.wake
+        self._pid, self._channel_fd, self._child_exit_fd = (
+            guest.pid,
+            guest.channel_fd,
+            guest.child_exit_fd,
+        )
         self._limits, self._cpu, self._signal_all = limits, cpu, signal_all
-        self._refusals, self._memory = refusals, together
-        self._ready, self._set_up = guest.ready, False
-        self._begun = self._lap = time.monotonic()
+        self._listener, self._memory = listener, memory
+        self._setup_fd, self._is_set_up = guest.setup_fd, False
+        self._started_at = self._lap_started_at = time.monotonic()
         self._parallel = max(1, min(os.cpu_count() or 1, limits["processes"]))
-        self._total = self._lap_cpu = 0.0
-        self._lap_ran = self._lap_queued = 0.0
-        self._lap_stolen: float | None = None  # until the first look
+        self._total_cpu_s = self._lap_cpu_s = 0.0
+        self._lap_ran_s = self._lap_queued_s = 0.0
+        self._lap_steal_s: float | None = None  # until the first look
         self._paused = self._stopped = False
-        self._stopped_look = STOPPED_LOOK_S
+        self._stopped_poll_s = MIN_STOPPED_POLL_S
         self._laps = 0
-        self._next_look = self._lap + FIRST_LOOK_S  # when the clocks are read again
-        self._stood_s = 0.0  # of this lap, in which the wall clock stood
-        self._stands: tuple[float, float, float] | None = None  # since when it does
-        if stands:
-            self._lap_stolen = stolen()
-            self._stands = (self._lap, 0.0, self._lap_stolen)
-        self._over: dict[str, Any] | None = None  # the report, once the guest has ended
+        self._next_poll_at = self._lap_started_at + FIRST_POLL_S  # when the clocks are read again
+        self._clock_paused_s = 0.0  # of this lap, in which the wall clock stood
+        self._clock_paused_since: tuple[float, float, float] | None = None  # since when it does
+        if clock_paused:
+            self._lap_steal_s = read_steal_s()
+            self._clock_paused_since = (self._lap_started_at, 0.0, self._lap_steal_s)
+        self._report_at_exit: dict[str, Any] | None = None  # the report, once the guest has ended
         self._poller = select.poll()
-        for fd in (guest.channel, guest.wake, refusals.fd):
+        for fd in (guest.channel_fd, guest.child_exit_fd, listener.fd):
             if fd >= 0:
                 self._poller.register(fd, select.POLLIN)
 
-    def until_ended(self) -> dict[str, Any]:
+    def wait_for_exit(self) -> dict[str, Any]:
         while True:
-            if (ended := self._reaped()) is not None:
+            if (ended := self._reap()) is not None:
                 return ended
             now = time.monotonic()
-            if self._memory is not None and now >= self._memory.due and not self._stopped:
-                if self._memory.over():
-                    return {**self._ended(""), "memory": True}
+            if self._memory is not None and now >= self._memory.next_check_at and not self._stopped:
+                if self._memory.check_over_limit():
+                    return {**self._kill(""), "memory": True}
                 now = time.monotonic()
-            if now >= self._next_look:
+            if now >= self._next_poll_at:
                 begun = time.thread_time()
-                left, which = self._left()
+                left, which = self._compute_time_left()
                 if left <= 0:
-                    return self._ended(which)
-                if self._cpu.blind and not self._paused:
-                    left = min(left, BLIND_LOOK_S)
+                    return self._kill(which)
+                if self._cpu.has_unseen and not self._paused:
+                    left = min(left, UNSEEN_POLL_S)
                 now, took = time.monotonic(), time.thread_time() - begun
-                self._next_look = now + max(left, LOOK_S, LOOK_SHARE * took)
-            next_look = self._next_look
+                self._next_poll_at = now + max(left, MIN_POLL_S, POLL_COST_FACTOR * took)
+            next_look = self._next_poll_at
             if self._memory is not None and not self._stopped:
-                next_look = min(next_look, self._memory.due)
+                next_look = min(next_look, self._memory.next_check_at)
             for fd, _ in self._poller.poll(1000 * max(next_look - now, 0)):
-                if fd == self._wake:
-                    os.read(self._wake, 4096)
-                elif fd == self._refusals.fd:
-                    self._refusals.answer()
-                    if self._refusals.fd < 0:
+                if fd == self._child_exit_fd:
+                    os.read(self._child_exit_fd, 4096)
+                elif fd == self._listener.fd:
+                    self._listener.deny_pending()
+                    if self._listener.fd < 0:
                         self._poller.unregister(fd)
                 else:
-                    self._told(frames.receive(self._channel))
+                    self._apply_frame(frames.receive(self._channel_fd))
 
-    def set_up(self) -> bool:
+    def check_set_up(self) -> bool:
         """Whether the guest has been set up, which is no time of its program's."""
-        if not self._set_up:
+        if not self._is_set_up:
             with contextlib.suppress(BlockingIOError):
-                if said := os.read(self._ready, 64):
-                    self._set_up, self._begun = True, float(said)
-                    self._lap = max(self._lap, self._begun)
-        return self._set_up
+                if said := os.read(self._setup_fd, 64):
+                    self._is_set_up, self._started_at = True, float(said)
+                    self._lap_started_at = max(self._lap_started_at, self._started_at)
+        return self._is_set_up
 
-    def _told(self, frame: Any) -> None:
+    def _apply_frame(self, frame: Any) -> None:
         """`lap`: a new case begins; `pause`: nothing is asked of the guest until the next lap.
         `stop`: nor can anybody but the keeper keep the jail from running meanwhile. `turn`: whether
         another jail waits for this one; while none does, the wall clock stands.
         """
         if "lap" not in frame:
-            self._turned(frame["turn"])
+            self._set_clock_running(frame["turn"])
             return
         self._laps += 1
-        self._refusals.lap()
+        self._listener.start_lap()
         resumes, self._paused = self._paused, bool(frame.get("pause", False))
         if self._paused and frame.get("stop", False):
             self._signal_all(signal.SIGSTOP)
-            self._stopped, self._stopped_look = True, STOPPED_LOOK_S
-        self._reaped()  # what they have used is before the pause, not in it
-        self._total = self._cpu.seconds(charged=not resumes)
+            self._stopped, self._stopped_poll_s = True, MIN_STOPPED_POLL_S
+        self._reap()  # what they have used is before the pause, not in it
+        self._total_cpu_s = self._cpu.read_s(charged=not resumes)
         if not resumes:  # else from the pause on: what has run in it anyway is not given
-            self._lap_cpu = self._total
-        self._lap = time.monotonic()
-        self._lap_ran, self._lap_queued = self._of_interpreter()
-        self._lap_stolen = None
-        self._stood_s, self._stands = 0.0, None
-        self._turned(frame.get("turn", True))
-        self._next_look = self._lap + FIRST_LOOK_S
+            self._lap_cpu_s = self._total_cpu_s
+        self._lap_started_at = time.monotonic()
+        self._lap_ran_s, self._lap_queued_s = self._read_main_thread_s()
+        self._lap_steal_s = None
+        self._clock_paused_s, self._clock_paused_since = 0.0, None
+        self._set_clock_running(frame.get("turn", True))
+        self._next_poll_at = self._lap_started_at + FIRST_POLL_S
         if self._stopped and not self._paused:
             self._stopped = False
             self._signal_all(signal.SIGCONT)
 
-    def _turned(self, ours: bool) -> None:
+    def _set_clock_running(self, running: bool) -> None:
         """What was waited for a core while the wall clock stood is not taken from it either."""
-        now = (time.monotonic(), self._of_interpreter()[1], stolen())
-        if self._lap_stolen is None:
-            self._lap_stolen = now[2]
-        if not ours:
-            self._stands = self._stands or now
-        elif self._stands is not None:
-            since, queued, taken = self._stands
-            self._stood_s += now[0] - since
-            self._lap_queued += now[1] - queued
-            self._lap_stolen += now[2] - taken
-            self._stands = None
-        self._next_look = 0.0
+        now = (time.monotonic(), self._read_main_thread_s()[1], read_steal_s())
+        if self._lap_steal_s is None:
+            self._lap_steal_s = now[2]
+        if not running:
+            self._clock_paused_since = self._clock_paused_since or now
+        elif self._clock_paused_since is not None:
+            since, queued, taken = self._clock_paused_since
+            self._clock_paused_s += now[0] - since
+            self._lap_queued_s += now[1] - queued
+            self._lap_steal_s += now[2] - taken
+            self._clock_paused_since = None
+        self._next_poll_at = 0.0
 
-    def _left(self) -> tuple[float, str]:
+    def _compute_time_left(self) -> tuple[float, str]:
         """Seconds until the next look; with none left, which time is over."""
         if self._paused and not self._stopped:
-            return FROZEN_S, ""
-        self._total = self._cpu.seconds(charged=not self._paused)
-        used = self._total - self._lap_cpu
+            return FROZEN_POLL_S, ""
+        self._total_cpu_s = self._cpu.read_s(charged=not self._paused)
+        used = self._total_cpu_s - self._lap_cpu_s
         if self._paused:
             self._signal_all(signal.SIGSTOP)
-            self._stopped_look = min(2 * self._stopped_look, STOPPED_S)
-            return (self._stopped_look if used < STOPPED_CPU_S else -1.0), "cpu"
-        if self._lap_stolen is None:
-            self._lap_stolen = stolen()
-        ready = self.set_up()
-        elapsed = time.monotonic() - self._lap
-        if elapsed > SLOWEST * self._limits["wall_s"] + SLOWEST_S:
+            self._stopped_poll_s = min(2 * self._stopped_poll_s, MAX_STOPPED_POLL_S)
+            return (self._stopped_poll_s if used < MAX_STOPPED_CPU_S else -1.0), "cpu"
+        if self._lap_steal_s is None:
+            self._lap_steal_s = read_steal_s()
+        ready = self.check_set_up()
+        elapsed = time.monotonic() - self._lap_started_at
+        if elapsed > MAX_SLOWDOWN * self._limits["wall_s"] + MAX_SLOWDOWN_EXTRA_S:
             return -1.0, "starved"
-        cpu, wall = self._limits["cpu_s"] - used, self._limits["wall_s"] - elapsed + self._stood_s
-        if self._stands is not None:
+        cpu, wall = (
+            self._limits["cpu_s"] - used,
+            self._limits["wall_s"] - elapsed + self._clock_paused_s,
+        )
+        if self._clock_paused_since is not None:
             wall = self._limits["wall_s"]
         if wall <= 0:
-            wall = wall + self._excused(used) if ready else SETTING_UP_S
-            if wall <= 0 and self._waits_for_disk():
-                wall = DISK_LOOK_S
+            wall = wall + self._uncharged_wait_s(used) if ready else SETUP_POLL_S
+            if wall <= 0 and self._is_waiting_for_disk():
+                wall = DISK_WAIT_POLL_S
         return (cpu / self._parallel, "cpu") if cpu < wall else (wall, "wall")
 
-    def _excused(self, used: float) -> float:
+    def _uncharged_wait_s(self, used_s: float) -> float:
         """Seconds of this lap in which the interpreter waited for a core, and no other process or
         thread of its jail can have had it: they have run for as long at most as they have used.
         """
-        lost = stolen() - (self._lap_stolen or 0.0)
-        if self._cpu.blind:
+        lost = read_steal_s() - (self._lap_steal_s or 0.0)
+        if self._cpu.has_unseen:
             return lost
-        ran, queued = self._of_interpreter()
-        others = max(0.0, used - (ran - self._lap_ran))
-        return lost + max(0.0, queued - self._lap_queued - others)
+        ran, queued = self._read_main_thread_s()
+        others = max(0.0, used_s - (ran - self._lap_ran_s))
+        return lost + max(0.0, queued - self._lap_queued_s - others)
 
-    def _waits_for_disk(self) -> bool:
+    def _is_waiting_for_disk(self) -> bool:
         """True if the first thread is in an uninterruptible wait that is none for a child.
 
         A sleeping program is interruptible; the parent of a `vfork` is not, and has a child.
         """
-        state = proc.fields(self._child)[:1]
+        state = proc.read_stat(self._pid)[:1]
         try:
-            with open(f"/proc/{self._child}/task/{self._child}/children", "rb") as file:
+            with open(f"/proc/{self._pid}/task/{self._pid}/children", "rb") as file:
                 return state == [b"D"] and not file.read()
         except OSError:
             return False
 
-    def _of_interpreter(self) -> tuple[float, float]:
+    def _read_main_thread_s(self) -> tuple[float, float]:
         """Seconds that its first thread has run, and has waited for a core."""
-        return proc.scheduled(str(self._child))
+        return proc.read_schedstat_s(str(self._pid))
 
-    def _reaped(self) -> dict[str, Any] | None:
+    def _reap(self) -> dict[str, Any] | None:
         """The report, if the guest has ended; its orphans are reaped on the way."""
         with contextlib.suppress(ChildProcessError):
-            while self._over is None:
+            while self._report_at_exit is None:
                 pid, status, used = os.wait4(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                if pid == self._child:
-                    self._over = self._report(status, used, "")
-        return self._over
+                if pid == self._pid:
+                    self._report_at_exit = self._build_report(status, used, "")
+        return self._report_at_exit
 
-    def _ended(self, which: str) -> dict[str, Any]:
+    def _kill(self, timeout: str) -> dict[str, Any]:
         self._signal_all(signal.SIGKILL)
-        _, status, used = os.wait4(self._child, 0)
-        return self._report(status, used, which)
+        _, status, used = os.wait4(self._pid, 0)
+        return self._build_report(status, used, timeout)
 
-    def _report(self, status: int, used: Any, timeout: str) -> dict[str, Any]:
+    def _build_report(self, status: int, used: Any, timeout: str) -> dict[str, Any]:
         # os.waitstatus_to_exitcode, which Python 3.8 does not have.
         exit = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         if exit == -signal.SIGXCPU:
             timeout = "cpu"
-        self.set_up()
-        if isinstance(self._cpu, usage.Grouped):
-            self._total = self._cpu.seconds()
+        self.check_set_up()
+        if isinstance(self._cpu, usage.CgroupCpuTime):
+            self._total_cpu_s = self._cpu.read_s()
         return {
             "exit": exit,
             "timeout": timeout,
-            "cpu_s": max(self._total, used.ru_utime + used.ru_stime),
-            "wall_s": time.monotonic() - self._begun,
+            "cpu_s": max(self._total_cpu_s, used.ru_utime + used.ru_stime),
+            "wall_s": time.monotonic() - self._started_at,
             "laps": self._laps,
         }

@@ -1,1 +1,1 @@
-"""Objects across two jails. Open `remote.py` first."""
+"""Objects across two jails. Open `proxies.py` first."""

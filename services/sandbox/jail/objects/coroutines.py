@@ -8,31 +8,31 @@ from typing import Any, Callable, Optional
 _LOOPS: list[Any] = []  # the one of this process, which objects of asyncio may belong to
 
 
-def awaited(place: Any) -> Any:
+def make_remote_coroutine(ref: Any) -> Any:
     async def coroutine() -> Any:
-        return place.ask("await")
+        return ref.ask("await")
 
     return coroutine()
 
 
 @types.coroutine
-def _at_once(target: Any, waits: Callable[[], None]) -> Any:
+def _run_without_waiting(target: Any, on_wait: Callable[[], None]) -> Any:
     """An awaitable that comes to its end without a wait; else `waits`, which raises."""
     steps = target.__await__()
     try:
         steps.send(None) if hasattr(steps, "send") else next(steps)
     except StopIteration as end:
         return end.value
-    waits()
+    on_wait()
     yield
 
 
-def run(target: Any, waits: Optional[Callable[[], None]] = None) -> Any:
+def run_coroutine(target: Any, on_wait: Optional[Callable[[], None]] = None) -> Any:
     """Runs an awaitable of this side to its end; see `_at_once`."""
     import asyncio
 
     async def waited() -> Any:
-        return await (target if waits is None else _at_once(target, waits))
+        return await (target if on_wait is None else _run_without_waiting(target, on_wait))
 
     try:
         asyncio.get_running_loop()

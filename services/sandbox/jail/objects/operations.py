@@ -15,7 +15,7 @@ import types
 from typing import Any, Callable
 
 from . import coroutines
-from .remote import ARITHMETIC, ORDER, place_of
+from .proxies import ARITHMETIC, ORDER, get_ref
 
 BINARY = {f"__{name}__": getattr(operator, f"__{name}__") for name in ("eq", "ne", *ORDER)}
 for _name in ARITHMETIC:
@@ -41,7 +41,7 @@ CONVERSIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _equal(target: Any, other: Any) -> list[bool]:
+def _compare_equal(target: Any, other: Any) -> list[bool]:
     """Whether they are equal, and whether `target` equals what it cannot know."""
     equal = bool(target == other)
     with contextlib.suppress(Exception):  # it asks the other for what only its own class has
@@ -49,14 +49,14 @@ def _equal(target: Any, other: Any) -> list[bool]:
     return [equal, False]
 
 
-def _foolish(target: Any, other: Any) -> bool:
+def _is_inconsistent(target: Any, other: Any) -> bool:
     """Whether `target` is both above and below the other."""
     with contextlib.suppress(Exception):  # it has but one of them
         return bool(target < other) and bool(target > other)
     return False
 
 
-def content(target: Any) -> Any:
+def to_builtin(target: Any) -> Any:
     """What an object whose class derives from list, dict or set holds, as one of those."""
     if isinstance(target, dict):
         return dict(dict.items(target))
@@ -65,25 +65,25 @@ def content(target: Any) -> Any:
     return list(list.__iter__(target) if isinstance(target, list) else target)
 
 
-def _set(target: Any, name: str, value: Any) -> None:
+def _set_attribute(target: Any, name: str, value: Any) -> None:
     """Functions of the tests become methods, as their own would."""
-    place = place_of(value)
+    place = get_ref(value)
     if isinstance(target, type) and place is not None and place.builtin is types.FunctionType:
-        value = member(("function", value, name, False))
+        value = decode_member(("function", value, name, False))
     setattr(target, name, value)
 
 
-def _derived(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
+def _derive_class(target: Any, name: str, bases: tuple[Any, ...], members: dict[str, Any]) -> Any:
     """A class of the tests that derives from the solution's."""
-    made = {key: member(value) for key, value in members.items()}
+    made = {key: decode_member(value) for key, value in members.items()}
     return types.new_class(name, bases, {}, lambda space: space.update(made))
 
 
-def member(value: Any) -> Any:
+def decode_member(value: Any) -> Any:
     """A function of the other side as one that becomes a method."""
     if type(value) is tuple and value and value[0] == "wrapped":
         _, kind, *parts = value
-        return getattr(builtins, kind)(*map(member, parts))
+        return getattr(builtins, kind)(*map(decode_member, parts))
     if type(value) is tuple and value and value[0] == "function":
         _, function, name, abstract = value
 
@@ -97,7 +97,7 @@ def member(value: Any) -> Any:
     return value
 
 
-def _names(target: Any) -> list[str]:
+def _list_public_names(target: Any) -> list[str]:
     own = getattr(target, "__all__", None)
     return list(own) if own is not None else [n for n in vars(target) if not n.startswith("_")]
 
@@ -105,14 +105,14 @@ def _names(target: Any) -> list[str]:
 _ORIGINALS: dict[tuple[str, str], Any] = {}
 
 
-def _patched(target: Any, module: str, name: str, value: Any) -> None:
+def _patch(target: Any, module: str, name: str, value: Any) -> None:
     """Puts `value` in the place of a name of a module; see `_restored`."""
     found = importlib.import_module(module)
     _ORIGINALS.setdefault((module, name), getattr(found, name, _ORIGINALS))
     setattr(found, name, value)
 
 
-def _restored(target: Any, module: str, name: str) -> None:
+def _restore(target: Any, module: str, name: str) -> None:
     found, original = importlib.import_module(module), _ORIGINALS.pop((module, name), _ORIGINALS)
     if original is not _ORIGINALS:
         setattr(found, name, original)
@@ -120,18 +120,20 @@ def _restored(target: Any, module: str, name: str) -> None:
         delattr(found, name)
 
 
-def _called(target: Any, module: str, name: str, args: Any, kwargs: Any) -> Any:
+def _call_function(target: Any, module: str, name: str, args: Any, kwargs: Any) -> Any:
     return getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
-def _asynchronous(method: str) -> Callable[..., Any]:
-    return lambda target, *args: coroutines.run(getattr(type(target), method)(target, *args))
+def _run_async_method(method: str) -> Callable[..., Any]:
+    return lambda target, *args: coroutines.run_coroutine(
+        getattr(type(target), method)(target, *args)
+    )
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, args, kwargs: target(*args, **kwargs),
     "get": lambda target, name: vars(target) if name == "__dict__" else getattr(target, name),
-    "set": _set,
+    "set": _set_attribute,
     "del": delattr,
     "len": len,
     "iter": iter,
@@ -145,33 +147,33 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "repr": repr,
     "str": str,
     "kind": type,
-    "equal": _equal,
-    "foolish": _foolish,
-    "content": content,
+    "equal": _compare_equal,
+    "foolish": _is_inconsistent,
+    "content": to_builtin,
     "instance": lambda target, value: isinstance(value, target),
     "is_a": isinstance,
     "is_subclass": issubclass,
     "callable": callable,
     "subclass": lambda target, value: issubclass(value, target),
-    "derive": _derived,
+    "derive": _derive_class,
     "super": lambda target, kind, name: getattr(super(kind, target), name),
     "enter": lambda target: type(target).__enter__(target),
     "exit": lambda target, *error: type(target).__exit__(target, *error),
-    "await": coroutines.run,
+    "await": coroutines.run_coroutine,
     "aiter": lambda target: type(target).__aiter__(target),
-    "anext": _asynchronous("__anext__"),
-    "aenter": _asynchronous("__aenter__"),
-    "aexit": _asynchronous("__aexit__"),
+    "anext": _run_async_method("__anext__"),
+    "aenter": _run_async_method("__aenter__"),
+    "aexit": _run_async_method("__aexit__"),
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
-    "names": _names,
-    "patch": _patched,
-    "restore": _restored,
-    "call_named": _called,
+    "names": _list_public_names,
+    "patch": _patch,
+    "restore": _restore,
+    "call_named": _call_function,
     "operator": lambda target, name, *others: {**BINARY, **CONVERSIONS}[name](target, *others),
 }
 
-PRINTED = 1 << 20  # characters of what one operation prints that are told
+MAX_PRINTED_CHARACTERS = 1 << 20  # characters of what one operation prints that are told
 
 
 class RecordedOutput:
@@ -193,13 +195,16 @@ class RecordedOutput:
         """Of standard output and error."""
         for stream in self._streams:
             stream.flush()
-        return [raw.getvalue()[:PRINTED].decode("utf-8", "replace") for raw in self._content]
+        return [
+            raw.getvalue()[:MAX_PRINTED_CHARACTERS].decode("utf-8", "replace")
+            for raw in self._content
+        ]
 
 
 # -- what the solution may ask of what it was handed
 
 CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
-ALWAYS = (
+ALWAYS_ALLOWED = (
     "bool",
     "hash",
     "kind",
@@ -208,88 +213,115 @@ ALWAYS = (
     "iter",
     "next",
 )  # to be called is why it was given
-OF_TESTS = ("content", "derive", "super", "names", "patch", "restore", "call_named")
-NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
-LIBRARY = {("_io", "StringIO"), ("_io", "BytesIO"), ("_io", "TextIOWrapper"), ("random", "Random")}
+TESTS_ONLY = ("content", "derive", "super", "names", "patch", "restore", "call_named")
+ALLOWED_ATTRIBUTES = ("__name__", "__qualname__", "__doc__", "__module__")
+ALLOWED_LIBRARY_CLASSES = {
+    ("_io", "StringIO"),
+    ("_io", "BytesIO"),
+    ("_io", "TextIOWrapper"),
+    ("random", "Random"),
+}
 MOCKS = ("unittest.mock",)
-ASKED_OF_MOCKS = ("assert", "call", "mock", "method_calls", "return_value", "side_effect", "reset")
+DENIED_MOCK_ATTRIBUTES = (
+    "assert",
+    "call",
+    "mock",
+    "method_calls",
+    "return_value",
+    "side_effect",
+    "reset",
+)
 
 
-def is_handed(target: Any) -> bool:
+def has_public_interface(target: Any) -> bool:
     """Whether its public attributes are an interface: an object of a class that the tests define, a
     mock, or one of few classes of the standard library.
     """
     kind = type(target)
-    known = kind.__module__ in (*MOCKS, "tests") or (kind.__module__, kind.__name__) in LIBRARY
+    known = (
+        kind.__module__ in (*MOCKS, "tests")
+        or (kind.__module__, kind.__name__) in ALLOWED_LIBRARY_CLASSES
+    )
     return known and not isinstance(target, type)
 
 
-def may(operation: str, target: Any, arguments: list[Any]) -> bool:
+def is_allowed(operation: str, target: Any, arguments: list[Any]) -> bool:
     """Whether the solution may ask for this."""
-    if operation in ALWAYS:
+    if operation in ALWAYS_ALLOWED:
         return True
-    if operation == "get" and arguments[0] in NAMES:
+    if operation == "get" and arguments[0] in ALLOWED_ATTRIBUTES:
         return isinstance(target, CALLABLE)
     if operation in ("instance", "subclass"):
         return isinstance(target, type) and target.__module__ == "tests"
-    if not is_handed(target):
+    if not has_public_interface(target):
         if operation == "operator":
             return arguments[0] in ("__eq__", "__ne__") and isinstance(target, CALLABLE)
         return operation in ("repr", "str", "callable") and isinstance(target, CALLABLE)
     mocked = type(target).__module__ in MOCKS
     if operation in ("get", "set", "del"):
         name = str(arguments[0])
-        if name.startswith("_") or (mocked and name.startswith(ASKED_OF_MOCKS)):
+        if name.startswith("_") or (mocked and name.startswith(DENIED_MOCK_ATTRIBUTES)):
             return False
         return operation == "get" or not (mocked or hasattr(type(target), name))
-    return operation not in OF_TESTS
+    return operation not in TESTS_ONLY
 
 
-def handable(value: Any) -> bool:
+def can_hand_over(value: Any) -> bool:
     """Whether the solution can use what it gets when it is handed this object."""
     kind = type(value)
     used = any(hasattr(kind, name) for name in ("__iter__", "__await__", "__aiter__"))
-    return used or callable(value) or kind is object or is_handed(value)
+    return used or callable(value) or kind is object or has_public_interface(value)
 
 
 # What the solution may name so that the tests have their own of it. Not all of the library: it has
 # classes whose instances equal everything, as that of `unittest.mock.ANY`.
-_SHARED = (
+_SHARED_MODULES = (
     "builtins abc array bisect cmath collections collections.abc copy dataclasses datetime decimal "
     "enum fractions functools heapq inspect io itertools json logging math numbers operator os "
     "os.path posixpath pathlib random re statistics string struct sys time types typing uuid"
 )
-SHARED = frozenset(_SHARED.split())
+SHARED_MODULES = frozenset(_SHARED_MODULES.split())
 
 
 def is_shared(module: str, found: Any) -> bool:
     """Whether a module, or a class of it, is the same thing to both sides."""
-    return module in SHARED or (isinstance(found, type) and issubclass(found, BaseException))
+    return module in SHARED_MODULES or (
+        isinstance(found, type) and issubclass(found, BaseException)
+    )
 
 
-STRANGE = {"antigravity", "this", "turtle", "turtledemo", "tkinter", "idlelib", "test", "__main__"}
+EXCLUDED_MODULES = {
+    "antigravity",
+    "this",
+    "turtle",
+    "turtledemo",
+    "tkinter",
+    "idlelib",
+    "test",
+    "__main__",
+}
 
 
 @functools.lru_cache(None)
-def library() -> frozenset[str]:
+def list_library_modules() -> frozenset[str]:
     """Names of the modules of the standard library."""
     known = getattr(sys, "stdlib_module_names", None)  # from Python 3.10 on
     if known is None:
         files = os.listdir(os.path.dirname(os.__file__))
         known = [*sys.builtin_module_names, *(name.partition(".")[0] for name in files)]
-    return frozenset(known) - STRANGE
+    return frozenset(known) - EXCLUDED_MODULES
 
 
-def named_module(name: str) -> Any:
+def find_module(name: str) -> Any:
     """A module of the standard library by its name; None if it is none."""
-    if name.split(".")[0] not in library():
+    if name.split(".")[0] not in list_library_modules():
         return None
     with contextlib.suppress(ImportError):
         return importlib.import_module(name)
     return None
 
 
-def named_class(module: str, name: str) -> Any:
+def find_class(module: str, name: str) -> Any:
     """A class of the standard library by its name; None if it is none."""
-    found = getattr(named_module(module), name, None)
+    found = getattr(find_module(module), name, None)
     return found if isinstance(found, type) else None

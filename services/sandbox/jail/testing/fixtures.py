@@ -5,12 +5,12 @@ from __future__ import annotations
 import types
 from typing import Any, Callable, Iterator
 
-from .marks import Parameters
+from .marks import ParameterRow
 
 SCOPES = ("session", "package", "module", "class", "function")  # the widest first
 
 
-class Definition:
+class FixtureDefinition:
     """What `@pytest.fixture` makes of a function."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Definition:
         name: Any = None,
     ) -> None:
         self.function, self.scope, self.autouse = function, scope, autouse
-        self.params = [p if isinstance(p, Parameters) else Parameters(p) for p in params or ()]
+        self.params = [p if isinstance(p, ParameterRow) else ParameterRow(p) for p in params or ()]
         self.name = name or function.__name__
         self.__name__ = function.__name__
 
@@ -34,11 +34,11 @@ class Definition:
 def fixture(function: Any = None, **options: Any) -> Any:
     """`pytest.fixture`, with and without arguments."""
     if function is not None:
-        return Definition(function, **options)
-    return lambda function: Definition(function, **options)
+        return FixtureDefinition(function, **options)
+    return lambda function: FixtureDefinition(function, **options)
 
 
-def argument_names(function: Any, bound: bool) -> list[str]:
+def list_argument_names(function: Any, bound: bool) -> list[str]:
     """Arguments that fixtures or parameters must fill; without those that have a default, or that
     decorators of `unittest.mock` fill.
     """
@@ -57,21 +57,21 @@ def argument_names(function: Any, bound: bool) -> list[str]:
     return [*names[bound + patched :], *keywords]
 
 
-class Registry:
+class FixtureRegistry:
     """The fixtures of a module and its classes, by name."""
 
     def __init__(self, module: types.ModuleType, builtin: dict[str, Callable[..., Any]]) -> None:
         self.builtin = builtin
-        self._module = list(_definitions(module.__dict__))
+        self._module = list(_find_definitions(module.__dict__))
 
-    def named(self, name: str, owner: type[Any] | None) -> list[Definition]:
+    def named(self, name: str, owner: type[Any] | None) -> list[FixtureDefinition]:
         """Definitions of this name, the nearest first."""
         found = [d for d in self.of_class(owner) if d.name == name]
         return found + [d for d in reversed(self._module) if d.name == name]
 
-    def of_class(self, owner: type[Any] | None) -> list[Definition]:
+    def of_class(self, owner: type[Any] | None) -> list[FixtureDefinition]:
         kinds = owner.__mro__ if owner is not None else ()
-        return [d for kind in kinds for d in _definitions(vars(kind))]
+        return [d for kind in kinds for d in _find_definitions(vars(kind))]
 
     def automatic(self, owner: type[Any] | None) -> list[str]:
         """Names of fixtures that each test of a class, or of the module, uses."""
@@ -80,7 +80,7 @@ class Registry:
         found.sort(key=lambda definition: widths.get(definition.scope, len(SCOPES)))
         return list(dict.fromkeys(d.name for d in found))
 
-    def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[Definition]:
+    def needed(self, names: list[str], owner: type[Any] | None) -> Iterator[FixtureDefinition]:
         """The definitions behind these names, and behind their arguments."""
         seen: set[Any] = set()
         left = list(names)
@@ -89,14 +89,16 @@ class Registry:
                 if definition not in seen:
                     seen.add(definition)
                     yield definition
-                    left += argument_names(definition.function, _is_method(definition.function))
+                    left += list_argument_names(
+                        definition.function, _is_method(definition.function)
+                    )
 
 
-def _definitions(namespace: Any) -> Iterator[Definition]:
+def _find_definitions(namespace: Any) -> Iterator[FixtureDefinition]:
     for value in namespace.values():
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
-        if isinstance(value, Definition):
+        if isinstance(value, FixtureDefinition):
             yield value
 
 
@@ -104,7 +106,7 @@ def _is_method(function: Any) -> bool:
     return bool(function.__code__.co_varnames[:1] == ("self",))
 
 
-class Store:
+class FixtureStore:
     """Values of fixtures that are in use, by scope, and what ends them."""
 
     def __init__(self) -> None:
@@ -136,7 +138,9 @@ class Store:
 class FixtureRequest:
     """`request`: what a fixture may know of the test that uses it."""
 
-    def __init__(self, filling: Filling, definition: Definition | None, scope: str) -> None:
+    def __init__(
+        self, filling: FixtureResolver, definition: FixtureDefinition | None, scope: str
+    ) -> None:
         self._filling, self._definition, self.scope = filling, definition, scope
         item = filling.item
         self.function, self.cls, self.module = item.function, item.owner, item.module
@@ -158,14 +162,16 @@ class FixtureRequest:
         self._filling.store.at_end(self.scope, do)
 
 
-class Filling:
+class FixtureResolver:
     """Fills the arguments of one test."""
 
-    def __init__(self, item: Any, registry: Registry, store: Store, instance: Any) -> None:
+    def __init__(
+        self, item: Any, registry: FixtureRegistry, store: FixtureStore, instance: Any
+    ) -> None:
         self.item, self.registry, self.store, self.instance = item, registry, store, instance
         self.parameters: dict[str, Any] = item.parameters
 
-    def value(self, name: str, above: Definition | None = None) -> Any:
+    def value(self, name: str, above: FixtureDefinition | None = None) -> Any:
         """A fixture's value; that of the definition above `above`, which has the same name."""
         if name == "request":
             return FixtureRequest(self, above, above.scope if above else "function")
@@ -184,11 +190,11 @@ class Filling:
             return self.store.value("function", name, lambda: make(self.store))
         raise LookupError(f"fixture {name!r} not found")
 
-    def _made(self, definition: Definition, scope: str) -> Any:
+    def _made(self, definition: FixtureDefinition, scope: str) -> Any:
         function = definition.function
         method = _is_method(function)
         given = {}
-        for name in argument_names(function, method):
+        for name in list_argument_names(function, method):
             if name == "request":
                 given[name] = FixtureRequest(self, definition, scope)
             elif name in self.item.values and name != definition.name:

@@ -18,19 +18,19 @@ class TestMark:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(target, type) or (callable(target) and hasattr(target, "__code__")):
-            target.pytestmark = [self, *_own(target)]  # type: ignore[union-attr]
+            target.pytestmark = [self, *_own_marks(target)]  # type: ignore[union-attr]
             return target
         return TestMark(self.name, (*self.args, *args), {**self.kwargs, **kwargs})
 
     with_args = __call__
 
 
-def _own(target: Any) -> list[TestMark]:
+def _own_marks(target: Any) -> list[TestMark]:
     found = vars(target).get("pytestmark", [])
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-class Marks:
+class MarkFactory:
     """`pytest.mark`."""
 
     def __getattr__(self, name: str) -> TestMark:
@@ -39,7 +39,7 @@ class Marks:
         return TestMark(name)
 
 
-class Parameters:
+class ParameterRow:
     """`pytest.param`: one row of values, its id and marks."""
 
     def __init__(self, *values: Any, id: Any = None, marks: Any = ()) -> None:
@@ -57,7 +57,7 @@ class ParameterSet:
         self.marks: list[TestMark] = []
 
     def with_row(
-        self, names: list[str], row: Parameters, indirect: Any, named: str
+        self, names: list[str], row: ParameterRow, indirect: Any, named: str
     ) -> ParameterSet:
         case = ParameterSet()
         case.values, case.indirect = dict(self.values), dict(self.indirect)
@@ -72,27 +72,29 @@ class ParameterSet:
         return case
 
 
-def marks_of(*targets: Any) -> list[TestMark]:
+def collect_marks(*targets: Any) -> list[TestMark]:
     """Marks of a function, its classes and its module, the nearest first."""
     found: list[TestMark] = []
     for target in targets:
         if isinstance(target, type):
-            found += (mark for kind in target.__mro__ for mark in _own(kind))
+            found += (mark for kind in target.__mro__ for mark in _own_marks(kind))
         else:
-            found += reversed(_own(target))
+            found += reversed(_own_marks(target))
     return found
 
 
-def cases(marks: list[TestMark]) -> list[ParameterSet]:
+def expand_parametrize(marks: list[TestMark]) -> list[ParameterSet]:
     """The combinations of rows that the marks give."""
     found = [ParameterSet()]
     for mark in marks:
         if mark.name == "parametrize":
-            found = [case for before in found for case in _rows(before, *mark.args, **mark.kwargs)]
+            found = [
+                case for before in found for case in _expand_rows(before, *mark.args, **mark.kwargs)
+            ]
     return found
 
 
-def _rows(
+def _expand_rows(
     before: ParameterSet,
     argnames: Any,
     argvalues: Any,
@@ -105,8 +107,8 @@ def _rows(
     rows = []
     named = list(ids) if ids is not None and not callable(ids) else None
     for place, values in enumerate(argvalues):
-        if not isinstance(values, Parameters):
-            values = Parameters(*(values if len(names) > 1 else (values,)))
+        if not isinstance(values, ParameterRow):
+            values = ParameterRow(*(values if len(names) > 1 else (values,)))
         shown = values.id or (named[place] if named and named[place] is not None else str(place))
         rows.append(before.with_row(names, values, indirect, str(shown)))
     return rows

@@ -11,20 +11,20 @@ import sys
 import types
 from typing import Any
 
-from ..objects.derived import super_of
-from ..objects.errors import Escaped
-from ..objects.remote import TESTS, Remote, place_of
-from ..objects.side import Side
+from ..objects.object_connection import ObjectConnection
+from ..objects.proxies import TESTS, RemoteProxy, get_ref
+from ..objects.remote_exceptions import EscapedStopIteration
+from ..objects.remote_subclasses import resolve_super
 
 NAME = "tests.py"
-TYPE_OF = "__type_of__"
-ESCAPED = "__escaped__"
+TYPE_OF_NAME = "__type_of__"
+ESCAPED_NAME = "__escaped__"
 
 
-class Solution(types.ModuleType):
+class SolutionModule(types.ModuleType):
     """The module `solution`: its attributes are the other jail's objects."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: ObjectConnection) -> None:
         super().__init__("solution")
         self.__dict__["_side"] = side
 
@@ -35,7 +35,7 @@ class Solution(types.ModuleType):
         if name.startswith("__") and name not in ("__doc__", "__version__", "__author__"):
             raise AttributeError(name)
         value = side.ask("get", 0, name)
-        place = place_of(value)
+        place = get_ref(value)
         if place is not None:
             place.reached(name, imported=True)
         return value
@@ -53,52 +53,54 @@ class Solution(types.ModuleType):
         return list(self.__dict__["_side"].ask("operator", 0, "__dir__"))
 
 
-def executed(source: str) -> types.ModuleType:
+def execute_tests(source: str) -> types.ModuleType:
     """The module of the tests."""
     module = types.ModuleType(TESTS)
     linecache.cache[NAME] = (len(source), None, source.splitlines(keepends=True), NAME)
-    tree = ast.fix_missing_locations(_Rewritten().visit(ast.parse(source, NAME)))
-    own = {"isinstance": is_a, "issubclass": is_subclass, "callable": is_callable}
-    own.update({"super": super_of, "vars": variables})
+    tree = ast.fix_missing_locations(_TypeCheckRewriter().visit(ast.parse(source, NAME)))
+    own = {"isinstance": is_instance, "issubclass": is_subclass, "callable": is_callable}
+    own.update({"super": resolve_super, "vars": get_vars})
     module.__dict__["__builtins__"] = {**vars(builtins), **own}
-    module.__dict__.update({TYPE_OF: type_of, ESCAPED: Escaped, "__file__": NAME})
+    module.__dict__.update(
+        {TYPE_OF_NAME: get_type, ESCAPED_NAME: EscapedStopIteration, "__file__": NAME}
+    )
     sys.modules[TESTS] = module
     exec(compile(tree, NAME, "exec", dont_inherit=True), module.__dict__)
     return module
 
 
-class _Rewritten(ast.NodeTransformer):
+class _TypeCheckRewriter(ast.NodeTransformer):
     """`type(x)` and `except StopIteration`, which no object can answer for."""
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id == "type" and len(node.args) == 1:
-            node.func = ast.copy_location(ast.Name(TYPE_OF, ast.Load()), node.func)
+            node.func = ast.copy_location(ast.Name(TYPE_OF_NAME, ast.Load()), node.func)
         return node
 
     def visit_ExceptHandler(self, node: ast.ExceptHandler) -> Any:
         self.generic_visit(node)
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
         if any(isinstance(kind, ast.Name) and kind.id == "StopIteration" for kind in kinds):
-            found: Any = [*kinds, ast.Name(ESCAPED, ast.Load())]
+            found: Any = [*kinds, ast.Name(ESCAPED_NAME, ast.Load())]
             node.type = ast.Tuple(found, ast.Load())
         return node
 
 
-def type_of(value: Any) -> Any:
-    place = place_of(value)
+def get_type(value: Any) -> Any:
+    place = get_ref(value)
     if place is None or isinstance(value, (type, BaseException)):
         return type(value)
     return place.ask("kind")
 
 
-def is_a(value: Any, kind: Any) -> bool:
+def is_instance(value: Any, kind: Any) -> bool:
     if isinstance(kind, tuple):
-        return any(is_a(value, k) for k in kind)
-    place = place_of(value)
-    if type(kind) is Remote or place is None or isinstance(value, BaseException):
+        return any(is_instance(value, k) for k in kind)
+    place = get_ref(value)
+    if type(kind) is RemoteProxy or place is None or isinstance(value, BaseException):
         return isinstance(value, kind)
-    if type(value) is not Remote and isinstance(value, kind):
+    if type(value) is not RemoteProxy and isinstance(value, kind):
         return True
     if not isinstance(kind, type):
         return isinstance(value, kind)
@@ -111,17 +113,17 @@ def is_a(value: Any, kind: Any) -> bool:
 def is_subclass(value: Any, kind: Any) -> bool:
     if isinstance(kind, tuple):
         return any(is_subclass(value, k) for k in kind)
-    place = place_of(value)
-    if type(value) is not Remote or type(kind) is Remote or not isinstance(kind, type):
+    place = get_ref(value)
+    if type(value) is not RemoteProxy or type(kind) is RemoteProxy or not isinstance(kind, type):
         return issubclass(value, kind)
     return kind.__module__ != TESTS and bool(place.ask("is_subclass", kind))
 
 
 def is_callable(value: Any) -> bool:
-    return bool(place_of(value).ask("callable")) if type(value) is Remote else callable(value)
+    return bool(get_ref(value).ask("callable")) if type(value) is RemoteProxy else callable(value)
 
 
-def variables(*given: Any) -> Any:
-    if given and type(given[0]) is Remote:
-        return place_of(given[0]).ask("get", "__dict__")
+def get_vars(*given: Any) -> Any:
+    if given and type(given[0]) is RemoteProxy:
+        return get_ref(given[0]).ask("get", "__dict__")
     return vars(*given) if given else sys._getframe(1).f_locals

@@ -7,14 +7,14 @@ import os
 from typing import Any, Callable
 
 LENGTH = 4  # bytes of the prefix, little-endian
-LIMIT = 16 << 20  # bytes of a frame; a longer prefix means that the stream is garbage
+MAX_FRAME_BYTES = 16 << 20  # bytes of a frame; a longer prefix means that the stream is garbage
 
 
 # Without the functions of `json` around it: what a fork touches, it copies.
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
-class Closed(Exception):
+class FrameChannelClosed(Exception):
     """The other end has closed, or speaks garbage."""
 
 
@@ -29,29 +29,29 @@ def send(fd: int, value: Any) -> None:
         while record:
             record = record[os.write(fd, record) :]
     except OSError as error:
-        raise Closed(str(error)) from None
+        raise FrameChannelClosed(str(error)) from None
 
 
-def receive(fd: int, wait: Callable[[], None] | None = None) -> Any:
+def receive(fd: int, before_read: Callable[[], None] | None = None) -> Any:
     """The next frame; Closed at the end. Reads not a byte more than that. `wait` is called before
     each part is read.
     """
-    length = int.from_bytes(_exactly(fd, LENGTH, wait), "little")
-    if length > LIMIT:
-        raise Closed(f"a frame of {length} bytes")
+    length = int.from_bytes(_read_exactly(fd, LENGTH, before_read), "little")
+    if length > MAX_FRAME_BYTES:
+        raise FrameChannelClosed(f"a frame of {length} bytes")
     try:
-        return parsed(_exactly(fd, length, wait))
+        return parse(_read_exactly(fd, length, before_read))
     except (ValueError, StopIteration, RecursionError, MemoryError) as error:
-        raise Closed(f"not JSON: {type(error).__name__}") from None
+        raise FrameChannelClosed(f"not JSON: {type(error).__name__}") from None
 
 
-def taken(buffer: bytearray, limit: int) -> dict[str, Any] | None:
+def take_frame(buffer: bytearray, limit_bytes: int) -> dict[str, Any] | None:
     """The next frame of what has come, which the buffer loses; None if it is not all there. Closed
     when it is longer than `limit`, or no object.
     """
     length = int.from_bytes(buffer[:LENGTH], "little")
-    if len(buffer) >= LENGTH and length > limit:
-        raise Closed(f"a frame of {length} bytes")
+    if len(buffer) >= LENGTH and length > limit_bytes:
+        raise FrameChannelClosed(f"a frame of {length} bytes")
     if len(buffer) < LENGTH + length:
         return None
     body = bytes(buffer[LENGTH : LENGTH + length])
@@ -59,13 +59,13 @@ def taken(buffer: bytearray, limit: int) -> dict[str, Any] | None:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Closed(f"a frame that is not JSON: {error}") from None
+        raise FrameChannelClosed(f"a frame that is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise Closed("a frame that is no object")
+        raise FrameChannelClosed("a frame that is no object")
     return value
 
 
-def parsed(body: bytes) -> Any:
+def parse(body: bytes) -> Any:
     """The value of a text in JSON without spaces around it; ValueError, StopIteration."""
     text = body.decode()
     value, end = _scan(text, 0)
@@ -74,7 +74,7 @@ def parsed(body: bytes) -> Any:
     return value
 
 
-def read_now(fd: int, size: int) -> bytes | None:
+def read_available(fd: int, size: int) -> bytes | None:
     """What a descriptor has now, of at most `size` bytes; empty at its end, None: nothing yet."""
     try:
         return os.read(fd, size)
@@ -84,17 +84,17 @@ def read_now(fd: int, size: int) -> bytes | None:
         return b""
 
 
-def _exactly(fd: int, size: int, wait: Callable[[], None] | None) -> bytes:
+def _read_exactly(fd: int, size: int, before_read: Callable[[], None] | None) -> bytes:
     parts: list[bytes] = []
     while size:
-        if wait is not None:
-            wait()
+        if before_read is not None:
+            before_read()
         try:
             part = os.read(fd, min(size, 1 << 16))
         except OSError as error:
-            raise Closed(str(error)) from None
+            raise FrameChannelClosed(str(error)) from None
         if not part:
-            raise Closed("the end of the stream")
+            raise FrameChannelClosed("the end of the stream")
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

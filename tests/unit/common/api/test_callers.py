@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import meshrl.common.api
-from meshrl.common.api.calls.callers import CALLERS, CLIENT, JOINER, ROLES
+from meshrl.common.api.calls.call_permissions import CALL_PERMISSIONS, CLIENT, JOINER, ROLES
 from meshrl.common.api.calls.interface import Interface
-from meshrl.common.api.transfer.bulk import BULK, GET
+from meshrl.common.api.transfer.bulk_permissions import BULK_PERMISSIONS, GET
 
 ROOT = Path(__file__).parents[4]
 CALL_SITE = re.compile(
@@ -22,15 +22,15 @@ LOADERS = {"engine", "hybrid", "scoring", "trainer"}  # of weights
 # What runs in processes of several roles, or is not in the package of its role.
 ALSO = {
     # whoever has files of a job to read
-    "common/records/run_lines.py": {"engine", "rollout", "trainer"},
-    "common/weights/store/local_files.py": LOADERS | {"node", "rank", "rollout"},
+    "common/records/line_files.py": {"engine", "rollout", "trainer"},
+    "common/weights/store/job_files.py": LOADERS | {"node", "rank", "rollout"},
     "common/weights/pull": LOADERS | {"rank"},
     "common/weights/staging.py": {"trainer"},
-    "common/weights/receive.py": LOADERS,
-    "common/weights/ways/collective.py": {"engine", "hybrid"},
-    "common/weights/delta/receiving.py": LOADERS,
-    "common/weights/delta/sending.py": {"trainer"},
-    "common/weights/store/weight_store.py": LOADERS,
+    "common/weights/receiver.py": LOADERS,
+    "common/weights/transports/collective.py": {"engine", "hybrid"},
+    "common/weights/delta/receiver.py": LOADERS,
+    "common/weights/delta/sender.py": {"trainer"},
+    "common/weights/store/weight_store_client.py": LOADERS,
     "services/node": {"worker"},
     "services/trainer/hybrids/hybrid.py": {"hybrid"},
 }
@@ -48,8 +48,8 @@ def methods() -> set[str]:
 
 
 def test_every_method_is_in_the_table_and_nothing_else() -> None:
-    assert methods() == CALLERS.keys()
-    assert frozenset().union(*CALLERS.values()) <= ROLES | {CLIENT, JOINER}
+    assert methods() == CALL_PERMISSIONS.keys()
+    assert frozenset().union(*CALL_PERMISSIONS.values()) <= ROLES | {CLIENT, JOINER}
 
 
 def test_every_role_is_a_kind_of_process_that_there_is() -> None:
@@ -67,14 +67,14 @@ def call_sites() -> list[tuple[str, str]]:
         place = source.relative_to(ROOT).parts[:3]
         if place[:2] == ("common", "api") or place in (
             ("common", "mesh", "runtime"),
-            ("common", "mesh", "residents"),
+            ("common", "mesh", "instances"),
         ):  # they declare, and explain
             continue
         for line in source.read_text().splitlines():
             if line.lstrip().startswith("@") or '"' in line:  # answered, or spoken of
                 continue
             for owner, name in CALL_SITE.findall(line):
-                if f"{owner}.{name}" in CALLERS:
+                if f"{owner}.{name}" in CALL_PERMISSIONS:
                     found.append((str(source.relative_to(ROOT)), f"{owner}.{name}"))
     return sorted(set(found))
 
@@ -83,12 +83,14 @@ def call_sites() -> list[tuple[str, str]]:
 def test_who_calls_may_call(file: str, method: str) -> None:
     also = [roles for place, roles in ALSO.items() if file.startswith(place)]
     roles = max(also, key=len) if also else {file.split("/")[1]}
-    allowed = CALLERS[method]
+    allowed = CALL_PERMISSIONS[method]
     assert allowed & roles, f"{file} calls {method}, which only {sorted(allowed)} may call"
 
 
 def test_calls_that_belong_together_are_open_to_the_same_roles() -> None:
-    assert CALLERS["Weights.manifest"] == LOADERS | {"rank"}  # its rows, when it is restored
-    assert CALLERS["Weights.examine"] == BULK["weights", GET] >= LOADERS
-    for method in ("Sandbox.load", "Sandbox.run", "Sandbox.score"):
-        assert CALLERS[method] == {"rollout"}
+    assert CALL_PERMISSIONS["Weights.fetch_manifest"] == LOADERS | {
+        "rank"
+    }  # its rows, when it is restored
+    assert CALL_PERMISSIONS["Weights.verify_chunk"] == BULK_PERMISSIONS["weights", GET] >= LOADERS
+    for method in ("Sandbox.load_job", "Sandbox.run_tools", "Sandbox.score_trajectories"):
+        assert CALL_PERMISSIONS[method] == {"rollout"}

@@ -11,8 +11,8 @@ from meshrl.common.base.job_clock import JobClock
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
-from meshrl.common.mesh.runtime.patience import patiently
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.simulated_host import virtual
 from tests.unit.common.generation.engines_under_test import StandingClock
 
@@ -21,10 +21,10 @@ PAUSE_S = 7200.0
 
 async def paused(clock: VirtualClock, job: JobClock, after_s: float) -> None:
     await clock.sleep(after_s)
-    job.hold(True)
-    job.hold(True)
+    job.set_paused(True)
+    job.set_paused(True)
     await clock.sleep(PAUSE_S)
-    job.hold(False)
+    job.set_paused(False)
 
 
 @virtual
@@ -33,10 +33,10 @@ async def test_its_time_stands_and_goes_on(clock: VirtualClock, random: Random) 
     began = job.monotonic()
     pausing = asyncio.ensure_future(paused(clock, job, 10.0))
     await clock.sleep(3600.0)
-    assert job.held and job.monotonic() - began == pytest.approx(10.0)
+    assert job.is_paused and job.monotonic() - began == pytest.approx(10.0)
     await pausing
     await clock.sleep(5.0)
-    assert not job.held and job.monotonic() - began == pytest.approx(15.0)
+    assert not job.is_paused and job.monotonic() - began == pytest.approx(15.0)
 
 
 @pytest.mark.parametrize("begins_s", [0.0, 60.0], ids=["before", "meanwhile"])
@@ -53,8 +53,8 @@ def test_a_deadline_has_left_what_it_had(begins_s: float) -> None:
         assert clock.monotonic() == pytest.approx(30.0 + PAUSE_S + 100.0 - ran_before)
         async with job.timeout(1.0, "what ends in time"):
             await clock.sleep(0.5)
-        job.hold(True)  # deadlines that are over are not woken
-        job.hold(False)
+        job.set_paused(True)  # deadlines that are over are not woken
+        job.set_paused(False)
 
     run_virtual(main, limit_s=1e7)
 
@@ -80,7 +80,7 @@ async def test_patience_with_a_peer_is_not_spent_and_its_wait_is_no_longer_than_
             raise PeerLost("it sleeps")
         return True
 
-    assert await patiently(job, action, every_s=5.0, for_s=600.0)
+    assert await retry(job, action, interval_s=5.0, limit_s=600.0)
     await pausing
 
 
@@ -90,47 +90,47 @@ async def test_a_wait_that_began_so_long_ago_is_published_so(
 ) -> None:
     waits = WaitTable(clock)
     await clock.sleep(50.0)
-    with waits.wait("an engine", "engine/g0.0", waits.began(20.0)):
-        (told,) = waits.published([])
+    with waits.wait("an engine", "engine/g0.0", waits.compute_start(20.0)):
+        (told,) = waits.list_longest([])
     assert clock.wall() * 1000 - told["since_ms"] == pytest.approx(20_000, abs=1)
 
 
 def test_those_who_are_there_now_count_up_to_now() -> None:
     clock = StandingClock()
     found = Occupancy(clock.monotonic)
-    with found.within("tool"):
+    with found.occupy("tool"):
         clock.pass_(2.0)
-        with found.within("tool"), found.within("engine"):
+        with found.occupy("tool"), found.occupy("engine"):
             clock.pass_(3.0)
-            assert (found.seconds("tool"), found.seconds("engine")) == (8.0, 3.0)
-            assert found.count("tool") == 2
+            assert (found.read_seconds("tool"), found.read_seconds("engine")) == (8.0, 3.0)
+            assert found.read_count("tool") == 2
         clock.pass_(1.0)
     clock.pass_(100.0)
-    assert (found.seconds("tool"), found.seconds("engine")) == (9.0, 3.0)
-    assert (found.seconds("nowhere"), found.count("nowhere")) == (0.0, 0.0)
+    assert (found.read_seconds("tool"), found.read_seconds("engine")) == (9.0, 3.0)
+    assert (found.read_seconds("nowhere"), found.read_count("nowhere")) == (0.0, 0.0)
 
 
 def test_who_leaves_by_an_error_is_there_no_more() -> None:
     clock = StandingClock()
     found = Occupancy(clock.monotonic)
-    with pytest.raises(KeyError), found.within("tool"):
+    with pytest.raises(KeyError), found.occupy("tool"):
         clock.pass_(1.0)
         raise KeyError
     clock.pass_(1.0)
-    assert found.seconds("tool") == 1.0
+    assert found.read_seconds("tool") == 1.0
 
 
 def test_a_count_holds_from_when_it_was_put_and_nothing_counts_in_a_pause() -> None:
     clock = StandingClock()
     job = JobClock(clock)
     found = Occupancy(job.monotonic)
-    found.put("running", 3)
+    found.set_count("running", 3)
     clock.pass_(2.0)
-    found.put("running", 1)
+    found.set_count("running", 1)
     clock.pass_(2.0)
-    job.hold(True)
+    job.set_paused(True)
     clock.pass_(50.0)
-    assert found.seconds("running") == 8.0
-    job.hold(False)
+    assert found.read_seconds("running") == 8.0
+    job.set_paused(False)
     clock.pass_(0.5)
-    assert found.seconds("running") == 8.5
+    assert found.read_seconds("running") == 8.5

@@ -12,10 +12,15 @@ from urllib.parse import quote
 import pytest
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.base.host.settings import REDIS_ENV, SECRET_BYTES, derived
-from meshrl.common.base.host.terminal import VisibleStream, behind, guarded_output, visible
+from meshrl.common.base.host.settings import REDIS_ENV, SECRET_BYTES, derive_key
+from meshrl.common.base.host.terminal import (
+    EscapingStream,
+    escape_controls,
+    escaped_output,
+    unwrap_stream,
+)
 from meshrl.common.base.urls import Url
-from meshrl.common.state.redis import embedded
+from meshrl.common.state.redis import embedded_server
 
 ATTACKS = (
     "\x1b[2J\x1b[H",  # clears the screen
@@ -68,23 +73,25 @@ CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def test_control_characters_are_shown() -> None:
-    assert visible("\x1b[31m\x9b\u202e\x7f") == r"\u001b[31m\u009b\u202e\u007f"
+    assert escape_controls("\x1b[31m\x9b\u202e\x7f") == r"\u001b[31m\u009b\u202e\u007f"
     for attack in ATTACKS:
-        assert is_plain(visible(attack)) and visible(visible(attack)) == visible(attack)
+        assert is_plain(escape_controls(attack)) and escape_controls(
+            escape_controls(attack)
+        ) == escape_controls(attack)
     for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A)):
-        assert is_plain(visible(chr(code))), hex(code)
+        assert is_plain(escape_controls(chr(code))), hex(code)
 
 
 def test_other_text_stays_as_it_is() -> None:
     for text in ("", "a\tb\n", "naïve 漢字 🙂 👩\u200d👩", "عربي עברית", "\\u001b"):
-        assert visible(text) == text
-    assert visible("one\r\ntwo\r\n") == "one\ntwo\n"
+        assert escape_controls(text) == text
+    assert escape_controls("one\r\ntwo\r\n") == "one\ntwo\n"
 
 
 def test_printed_json_means_the_same() -> None:
     for attack in ATTACKS:
         for ascii_only in (True, False):
-            printed = visible(json.dumps({"text": attack}, ensure_ascii=ascii_only))
+            printed = escape_controls(json.dumps({"text": attack}, ensure_ascii=ascii_only))
             assert is_plain(printed) and json.loads(printed) == {"text": attack}
 
 
@@ -92,22 +99,22 @@ def test_streams_are_guarded_for_as_long_as_asked() -> None:
     out, error, before = io.StringIO(), io.StringIO(), (sys.stdout, sys.stderr)
     sys.stdout, sys.stderr = out, error
     try:
-        with guarded_output(), guarded_output():
+        with escaped_output(), escaped_output():
             print("\x1b[31m", file=sys.stderr)
             sys.stdout.writelines(["\x1b[32m", "b"])
-            print("\x1b[1m", file=behind(sys.stdout))
+            print("\x1b[1m", file=unwrap_stream(sys.stdout))
         assert (sys.stdout, sys.stderr) == (out, error)
     finally:
         sys.stdout, sys.stderr = before
     assert (error.getvalue(), out.getvalue()) == ("\\u001b[31m\n", "\\u001b[32mb\x1b[1m\n")
-    assert cast(io.StringIO, VisibleStream(out)).getvalue() == out.getvalue()
+    assert cast(io.StringIO, EscapingStream(out)).getvalue() == out.getvalue()
 
 
 def test_urls_are_shown_without_their_secrets() -> None:
     for url, (redis, place) in SHOWN.items():
-        assert (Url.of(url).redis, Url.of(url).place) == (redis, place), url
+        assert (Url.parse(url).redacted_redis_url, Url.parse(url).public_url) == (redis, place), url
     for url, place in PLACES.items():
-        assert Url.of(url).place == place
+        assert Url.parse(url).public_url == place
 
 
 def test_no_character_of_a_password_makes_it_visible() -> None:
@@ -121,9 +128,13 @@ def test_no_character_of_a_password_makes_it_visible() -> None:
                 f"redis://host/0?username=me&password={quote(password, safe='')}",
                 f"s3://key:{password}@bucket/path",
             ):
-                told = Url.of(url)
-                seen = [told.redis, told.place, told.hide(f"cannot open {url}, {password!r}")]
-                seen += [repr(told), told.hide(quote(password)), told.hide(f"{password}.")]
+                told = Url.parse(url)
+                seen = [
+                    told.redacted_redis_url,
+                    told.public_url,
+                    told.redact(f"cannot open {url}, {password!r}"),
+                ]
+                seen += [repr(told), told.redact(quote(password)), told.redact(f"{password}.")]
                 assert not any(word in text for text in seen for word in ("hunter", "fox")), url
 
 
@@ -133,16 +144,16 @@ def test_an_ambiguous_url_of_redis_is_refused_with_what_to_escape(
     for mark in "/#?[":
         monkeypatch.setenv(REDIS_ENV, f"redis://me:hunter{mark}fox@host:6379/0")
         with pytest.raises(ConfigError, match=r"at redis://\*\*\*@host:6379/0.*%2F") as no:
-            embedded.configured_url()
+            embedded_server.read_configured_url()
         assert "hunter" not in str(no.value) and "fox" not in str(no.value)
         escaped = f"redis://me:hunter{quote(mark, safe='')}fox@host:6379/0"
         monkeypatch.setenv(REDIS_ENV, escaped)
-        assert embedded.configured_url() == escaped
+        assert embedded_server.read_configured_url() == escaped
 
 
 def test_derived_keys_differ() -> None:
     secrets = ["00" * SECRET_BYTES, "01" * SECRET_BYTES]
-    found = {derived(secret, purpose) for secret in secrets for purpose in ("bulk", "redis")}
+    found = {derive_key(secret, purpose) for secret in secrets for purpose in ("bulk", "redis")}
     assert len(found) == 4
     assert all(len(key) == 32 for key in found)
-    assert derived(secrets[0], "bulk") == derived(secrets[0], "bulk")
+    assert derive_key(secrets[0], "bulk") == derive_key(secrets[0], "bulk")

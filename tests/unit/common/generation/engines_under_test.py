@@ -12,13 +12,18 @@ import numpy as np
 import torch
 
 from meshrl.common.base.clock import LoopTimeout
-from meshrl.common.generation.builtin.build import TorchEngine, build
-from meshrl.common.generation.contract import EngineSteps, Flush, Request, TokenEngine
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
+from meshrl.common.generation.engine_contract import (
+    EngineOutput,
+    GenerationRequest,
+    SteppableEngine,
+    TokenEngine,
+)
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.architecture.projections import projections, targeted
+from meshrl.common.model.architecture.projections import build_projections, resolve_targets
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.model.network.lora import merged
-from meshrl.sim.engines.simulated import SimulatedEngine
+from meshrl.common.model.network.lora import merge_adapters
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
 
 VOCAB = 40
 TINY = ModelConfig(
@@ -89,9 +94,9 @@ def adapter(
 ) -> dict[str, torch.Tensor]:
     """Random factors, large enough that tokens change."""
     draw, found = torch.Generator().manual_seed(seed), {}
-    parts = projections(config)
+    parts = build_projections(config)
     for layer in range(config.layers):
-        for name in targeted(config, targets):
+        for name in resolve_targets(config, targets):
             part = parts[name]
             for factor, shape in (("a", (rank, part.columns)), ("b", (part.rows, rank))):
                 values = torch.randn(shape, generator=draw) * shape[1] ** -0.5
@@ -104,7 +109,7 @@ def with_adapter(
 ) -> Decoder:
     """The model of `decoder` with an adapter merged."""
     model = decoder(seed, config)
-    model.load_state_dict(merged(config, model.state_dict() | tensors, SCALE))
+    model.load_state_dict(merge_adapters(config, model.state_dict() | tensors, SCALE))
     return model
 
 
@@ -123,11 +128,11 @@ def built_in(
     seed: int = 0,
     config: ModelConfig = TINY,
     **more: Any,
-) -> TorchEngine:
+) -> BuiltinEngine:
     more = {"decode": text_of, "clock": StandingClock(), **more}
     gpu = path == "graphs" and torch.cuda.is_available()
     device = "cuda" if gpu else "cpu"
-    engine = build(config, slots, max_length, path=path, device=device, **more)
+    engine = build_engine(config, slots, max_length, backend=path, device=device, **more)
     engine.wake(decoder(seed, config).state_dict(), 0)
     return engine
 
@@ -142,10 +147,10 @@ def request(
     seed: int | None = None,
     session: int = -1,
     **more: Any,
-) -> Request:
+) -> GenerationRequest:
     context = np.array(list(tokens), np.int32)
     own = id if seed is None else seed
-    return Request(id, context, max_new, temperature, stop_ids, own, session, **more)
+    return GenerationRequest(id, context, max_new, temperature, stop_ids, own, session, **more)
 
 
 @dataclass
@@ -167,10 +172,10 @@ class Listener:
         self,
         engine: TokenEngine,
         advance: Callable[[], None] = lambda: None,
-        steps: EngineSteps | None = None,
+        steps: SteppableEngine | None = None,
     ) -> None:
         self.engine, self.advance = engine, advance
-        self._steps: EngineSteps = steps or engine
+        self._steps: SteppableEngine = steps or engine
         self.heard: dict[int, Heard] = {}
 
     def of(self, id: int) -> Heard:
@@ -178,35 +183,35 @@ class Listener:
         return self.heard.setdefault(id, Heard())
 
     def drain(self) -> None:
-        flush = self._steps.drain()
+        flush = self._steps.drain_outputs()
         if flush is not None:
             self.add(flush)
 
-    def add(self, flush: Flush) -> None:
-        assert flush.ids.dtype == np.int64 and flush.finish.dtype == np.int8
+    def add(self, flush: EngineOutput) -> None:
+        assert flush.ids.dtype == np.int64 and flush.finish_reasons.dtype == np.int8
         assert flush.counts.dtype == flush.tokens.dtype == flush.versions.dtype == np.int32
         assert flush.logprobs.dtype == np.float32
-        assert flush.unmodified.dtype == np.float32
+        assert flush.raw_logprobs.dtype == np.float32
         total = int(flush.counts.sum())
-        assert len(flush.unmodified) in (0, total)
+        assert len(flush.raw_logprobs) in (0, total)
         assert flush.experts.dtype == np.int16 and flush.experts.ndim == 2
         assert len(flush.experts) in (0, total)
         assert total == len(flush.tokens) == len(flush.logprobs) == len(flush.versions)
         at = 0
-        for id, count, finish in zip(flush.ids, flush.counts, flush.finish, strict=True):
+        for id, count, finish in zip(flush.ids, flush.counts, flush.finish_reasons, strict=True):
             heard = self.of(int(id))
             part = slice(at, at + int(count))
             at += int(count)
             heard.tokens += flush.tokens[part].tolist()
             heard.logprobs += flush.logprobs[part].tolist()
             heard.versions += flush.versions[part].tolist()
-            heard.unmodified += flush.unmodified[part].tolist()
+            heard.unmodified += flush.raw_logprobs[part].tolist()
             heard.experts += flush.experts[part].tolist()
             assert not heard.finish, "something came after the end"
             if finish:
                 heard.finish.append(int(finish))
 
-    def run(self, *requests: Request, drain_every: int = 3) -> dict[int, Heard]:
+    def run(self, *requests: GenerationRequest, drain_every: int = 3) -> dict[int, Heard]:
         """Submits, steps until nothing is left, and returns what was heard."""
         self.engine.submit(list(requests))
         steps = 0

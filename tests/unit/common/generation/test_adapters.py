@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import Refused
-from meshrl.common.generation.batch.adapters import MOST_ADAPTERS
-from meshrl.common.generation.builtin.build import TorchEngine
+from meshrl.common.generation.batch.adapter_deltas import MAX_ADAPTERS
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
 from tests.unit.common.generation.engines_under_test import (
     ATTENTION,
     MOE,
@@ -37,7 +37,7 @@ def path(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def engine(path: str) -> TorchEngine:
+def engine(path: str) -> BuiltinEngine:
     """It has adapters `a` (rank 4, all matrices) at version 10, `b` (rank 20, attention) at 20."""
     made = built_in(path, slots=6)
     made.load_adapter("a", adapter(1), SCALE, 10)
@@ -57,7 +57,7 @@ def is_of(heard: Heard, name: str, context: list[int]) -> None:
     np.testing.assert_allclose(heard.logprobs, expected, atol=GAP)
 
 
-def test_requests_of_one_batch_compute_with_their_own_adapters(engine: TorchEngine) -> None:
+def test_requests_of_one_batch_compute_with_their_own_adapters(engine: BuiltinEngine) -> None:
     names = ["", "a", "b", "a", "", "b", "a", "b", ""]
     contexts = [words(i, 3 + 13 * i) for i in range(len(names))]
     asked = [request(i, contexts[i], max_new=9, adapter=name) for i, name in enumerate(names)]
@@ -67,7 +67,7 @@ def test_requests_of_one_batch_compute_with_their_own_adapters(engine: TorchEngi
         assert heard[i].versions == [{"": 0, "a": 10, "b": 20}[name]] * 9
 
 
-def test_scores_are_those_of_the_merged_model(engine: TorchEngine) -> None:
+def test_scores_are_those_of_the_merged_model(engine: BuiltinEngine) -> None:
     row = words(5, 70)
     for name, model in MODELS.items():
         scored = engine.score(np.array(row), name)
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_merged_model(engine: TorchEngine) -> None:
     assert np.abs(engine.score(np.array(row), "a") - engine.score(np.array(row))).max() > 0.1
 
 
-def test_a_neighbour_of_another_adapter_changes_no_token(path: str, engine: TorchEngine) -> None:
+def test_a_neighbour_of_another_adapter_changes_no_token(path: str, engine: BuiltinEngine) -> None:
     alone = built_in(path)
     alone.load_adapter("b", adapter(2, 20, ATTENTION), SCALE, 20)
     asked = request(7, [5, 6, 7], max_new=25, adapter="b")
@@ -84,7 +84,7 @@ def test_a_neighbour_of_another_adapter_changes_no_token(path: str, engine: Torc
     assert crowd[7].tokens == Listener(alone).run(asked)[7].tokens
 
 
-def test_one_whose_numbers_overflow_spoils_no_neighbour(path: str, engine: TorchEngine) -> None:
+def test_one_whose_numbers_overflow_spoils_no_neighbour(path: str, engine: BuiltinEngine) -> None:
     far = {name: torch.full_like(one, 3e38) for name, one in adapter(3).items() if name[-1] == "a"}
     huge = adapter(3) | far
     engine.load_adapter("huge", huge, SCALE, 30)
@@ -97,7 +97,7 @@ def test_one_whose_numbers_overflow_spoils_no_neighbour(path: str, engine: Torch
 
 
 def test_the_same_context_is_computed_again_for_another_adapter(
-    path: str, engine: TorchEngine
+    path: str, engine: BuiltinEngine
 ) -> None:
     context = words(3, 60)
     for i, name in enumerate(["a", "b", "", "a"]):
@@ -109,7 +109,7 @@ def test_the_same_context_is_computed_again_for_another_adapter(
     assert engine.tokens_computed - computed < 60
 
 
-def test_a_session_that_changes_its_adapter_begins_anew(engine: TorchEngine) -> None:
+def test_a_session_that_changes_its_adapter_begins_anew(engine: BuiltinEngine) -> None:
     listener, context = Listener(engine), words(3, 40)
     for turn, name in enumerate(["a", "b", "b", "", "a"]):
         heard = listener.run(request(turn, context, max_new=5, session=1, adapter=name))[turn]
@@ -117,7 +117,7 @@ def test_a_session_that_changes_its_adapter_begins_anew(engine: TorchEngine) -> 
         context = [*context, *heard.tokens, 1, 2]
 
 
-def test_a_new_version_holds_for_requests_that_run(engine: TorchEngine) -> None:
+def test_a_new_version_holds_for_requests_that_run(engine: BuiltinEngine) -> None:
     listener = Listener(engine)
     engine.submit([request(i, [i, 3], max_new=60, adapter=n) for i, n in enumerate(["a", "b"])])
     for _ in range(20):
@@ -126,7 +126,7 @@ def test_a_new_version_holds_for_requests_that_run(engine: TorchEngine) -> None:
     heard = listener.run()
     before = heard[0].versions.count(10)
     assert 0 < before < 60 and heard[0].versions == [10] * before + [11] * (60 - before)
-    assert heard[1].versions == [20] * 60 and engine.adapters == {"a": 11, "b": 20}
+    assert heard[1].versions == [20] * 60 and engine.adapter_versions == {"a": 11, "b": 20}
     is_of(heard[1], "b", [1, 3])
     fresh = Listener(engine).run(request(5, [0, 3], max_new=9, adapter="a"))[5]
     expected = expected_logprobs(with_adapter(adapter(5, 7)), [0, 3], fresh.tokens)
@@ -134,7 +134,7 @@ def test_a_new_version_holds_for_requests_that_run(engine: TorchEngine) -> None:
 
 
 def test_a_version_of_the_same_ranks_takes_the_place_of_the_one_before(
-    engine: TorchEngine,
+    engine: BuiltinEngine,
 ) -> None:
     Listener(engine).run(request(1, max_new=3, adapter="a"), request(2, max_new=3, adapter="b"))
     engine.load_adapter("b", adapter(8, 20, ATTENTION), SCALE, 21)
@@ -148,7 +148,7 @@ def test_a_version_of_the_same_ranks_takes_the_place_of_the_one_before(
     is_of(heard[4], "a", row)
 
 
-def test_adapters_stay_over_sleep_and_over_another_base(engine: TorchEngine) -> None:
+def test_adapters_stay_over_sleep_and_over_another_base(engine: BuiltinEngine) -> None:
     listener = Listener(engine)
     engine.submit([request(0, [1, 3], max_new=50, adapter="a")])
     for _ in range(10):
@@ -164,7 +164,7 @@ def test_adapters_stay_over_sleep_and_over_another_base(engine: TorchEngine) -> 
     np.testing.assert_allclose(heard[0].logprobs[-20:], last, atol=GAP)
 
 
-def test_one_that_is_in_use_is_not_unloaded(engine: TorchEngine) -> None:
+def test_one_that_is_in_use_is_not_unloaded(engine: BuiltinEngine) -> None:
     engine.submit([request(i, max_new=30, adapter="a", session=i) for i in range(9)])
     engine.step()
     with pytest.raises(Refused, match="in use"):
@@ -172,7 +172,7 @@ def test_one_that_is_in_use_is_not_unloaded(engine: TorchEngine) -> None:
     engine.abort(range(9))
     engine.unload_adapter("a")
     engine.unload_adapter("a")
-    assert engine.adapters == {"b": 20}
+    assert engine.adapter_versions == {"b": 20}
     with pytest.raises(Refused, match="'a' is not loaded"):
         engine.submit([request(1, adapter="a")])
     with pytest.raises(Refused, match="'a' is not loaded"):
@@ -180,7 +180,7 @@ def test_one_that_is_in_use_is_not_unloaded(engine: TorchEngine) -> None:
 
 
 def test_a_place_that_is_free_again_brings_nothing_of_its_last_adapter(
-    engine: TorchEngine,
+    engine: BuiltinEngine,
 ) -> None:
     listener, context = Listener(engine), words(2, 40)
     said = listener.run(request(1, context, max_new=5, session=1, adapter="a"))[1].tokens
@@ -217,17 +217,17 @@ ODD = {
 
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("why", ODD)
-def test_what_does_not_fit_is_refused_and_changes_nothing(why: str, engine: TorchEngine) -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing(why: str, engine: BuiltinEngine) -> None:
     with pytest.raises(Refused, match=why):
         engine.load_adapter("a", ODD[why], SCALE, 11)
-    assert engine.adapters == {"a": 10, "b": 20}
+    assert engine.adapter_versions == {"a": 10, "b": 20}
     heard = Listener(engine).run(request(1, [3, 4], max_new=5, adapter="a"))[1]
     is_of(heard, "a", [3, 4])
 
 
 def test_an_engine_has_so_many_places_and_no_more() -> None:
     engine = built_in("eager")
-    for i in range(MOST_ADAPTERS):
+    for i in range(MAX_ADAPTERS):
         engine.load_adapter(f"{i}", adapter(i, 1, ["o_proj"]), SCALE, i)
     with pytest.raises(Refused, match="has no place"):
         engine.load_adapter("more", adapter(1, 1, ["o_proj"]), SCALE, 0)
@@ -237,10 +237,10 @@ def test_an_engine_has_so_many_places_and_no_more() -> None:
         engine.load_adapter("", adapter(1, 1, ["o_proj"]), SCALE, 0)
 
 
-def test_a_session_moves_with_the_name_of_its_adapter(path: str, engine: TorchEngine) -> None:
+def test_a_session_moves_with_the_name_of_its_adapter(path: str, engine: BuiltinEngine) -> None:
     context = words(2, 45)
     said = Listener(engine).run(request(1, context, max_new=5, session=1, adapter="a"))[1].tokens
-    cache = engine.cached(1)
+    cache = engine.describe_session_cache(1)
     assert cache is not None and (cache.adapter, cache.version) == ("a", 10)
     target = built_in(path)
     assert offered(cache, target, alone=False, session=1) is None
@@ -253,7 +253,7 @@ def test_a_session_moves_with_the_name_of_its_adapter(path: str, engine: TorchEn
     context = [*context, *said, 4]
     heard = Listener(target).run(request(2, context, max_new=9, session=1, adapter="a"))[2]
     is_of(heard, "a", context)
-    assert heard.finish == [Finish.LENGTH] and target.tokens_computed < 45
+    assert heard.finish == [FinishReason.LENGTH] and target.tokens_computed < 45
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.common.generation.batch.blocks import BLOCK
-from meshrl.common.generation.batch.paged import PagedMemory
-from meshrl.common.generation.builtin.build import TorchEngine
-from meshrl.common.generation.builtin.prefix_loads import MOST_OFFERED
-from meshrl.common.generation.builtin.schedule import PrefillRate
-from meshrl.common.generation.contract import MIXED, Request, SessionCache
-from meshrl.common.generation.loading import CHUNK, Loading, Origin
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
+from meshrl.common.generation.batch.paged_cache import PagedCache
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
+from meshrl.common.generation.builtin.prefix_loads import MAX_OFFERED_LOADS
+from meshrl.common.generation.builtin.scheduler import PrefillRate
+from meshrl.common.generation.engine_contract import MIXED_VERSIONS, GenerationRequest, SessionCache
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS, CacheOrigin, PrefixLoad
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     SCALE,
@@ -42,63 +42,63 @@ SESSION = 3
 NATIVE = pytest.mark.needs("compiler")
 
 
-def begun(engine: TorchEngine, length: int = 20, new: int = 6, seed: int = 5) -> list[int]:
+def begun(engine: BuiltinEngine, length: int = 20, new: int = 6, seed: int = 5) -> list[int]:
     """A first turn of the session; its context afterwards, with a tool's result."""
     context = words(seed, length)
     heard = Listener(engine).run(request(1, context, session=SESSION, max_new=new, seed=9))
     return [*context, *heard[1].tokens, 7, 8]
 
 
-def next_turn(context: list[int], temperature: float = 1.0, **more: Any) -> Request:
+def next_turn(context: list[int], temperature: float = 1.0, **more: Any) -> GenerationRequest:
     return request(
         2, context, session=SESSION, seed=11, temperature=temperature, **{"max_new": 12, **more}
     )
 
 
 def offered(
-    cache: SessionCache, target: TorchEngine, alone: bool | None = None, session: int = SESSION
-) -> Loading | None:
+    cache: SessionCache, target: BuiltinEngine, alone: bool | None = None, session: int = SESSION
+) -> PrefixLoad | None:
     """What the target is to load; None: it must not. `alone`: None where its version says so."""
-    load = Loading(0, len(cache.tokens), 0.0)
-    load.origin = Origin(cache.first_sampled, cache.first_version)
-    load.alone = cache.version != target.version if alone is None else alone
-    return load if target.offer(session, cache, load) else None
+    load = PrefixLoad(0, len(cache.tokens), 0.0)
+    load.origin = CacheOrigin(cache.first_sampled_index, cache.first_version)
+    load.is_front_first = cache.version != target.version if alone is None else alone
+    return load if target.offer_load(session, cache, load) else None
 
 
-def loading(source: TorchEngine, target: TorchEngine, alone: bool | None = None) -> Loading:
+def loading(source: BuiltinEngine, target: BuiltinEngine, alone: bool | None = None) -> PrefixLoad:
     """What the target is to load of the session that the source has."""
-    cache = source.cached(SESSION)
+    cache = source.describe_session_cache(SESSION)
     load = None if cache is None else offered(cache, target, alone)
     assert load is not None
     return load
 
 
 def brought(
-    source: TorchEngine, load: Loading, starts: Iterable[int], session: int = SESSION
+    source: BuiltinEngine, load: PrefixLoad, starts: Iterable[int], session: int = SESSION
 ) -> None:
     """Chunks of the source come."""
     for start in starts:
-        end = min(start + CHUNK, load.end)
-        content = source.copied(session, start, end)
+        end = min(start + CHUNK_TOKENS, load.end)
+        content = source.copy_session_cache(session, start, end)
         assert content is not None
-        load.bring(start, end, content)
+        load.add_chunk(start, end, content)
 
 
 def moved(
-    source: TorchEngine, target: TorchEngine, down: bool = True, session: int = SESSION
+    source: BuiltinEngine, target: BuiltinEngine, down: bool = True, session: int = SESSION
 ) -> int:
     """Sends all of a session; how many tokens came."""
-    cache = source.cached(session)
+    cache = source.describe_session_cache(session)
     load = None if cache is None else offered(cache, target, session=session)
     if cache is None or load is None:
         return 0
-    starts = list(range(0, load.end, CHUNK))
-    brought(source, load, reversed(starts) if down and not load.alone else starts, session)
-    load.over = True
+    starts = list(range(0, load.end, CHUNK_TOKENS))
+    brought(source, load, reversed(starts) if down and not load.is_front_first else starts, session)
+    load.is_finished = True
     return load.end
 
 
-def computed_by(engine: TorchEngine, turn: Request) -> tuple[int, Heard]:
+def computed_by(engine: BuiltinEngine, turn: GenerationRequest) -> tuple[int, Heard]:
     before = engine.tokens_computed
     heard = Listener(engine).run(turn)[turn.id]
     return engine.tokens_computed - before, heard
@@ -177,14 +177,14 @@ def test_another_layout_is_refused(source: str, target: str) -> None:
 
 def test_what_runs_is_not_given_and_what_is_unknown_is_not_there(make: Make) -> None:
     engine = make()
-    assert engine.cached(SESSION) is None
+    assert engine.describe_session_cache(SESSION) is None
     engine.submit([request(1, words(1, 30), session=SESSION)])
     engine.step()
-    assert engine.cached(SESSION) is None
+    assert engine.describe_session_cache(SESSION) is None
     Listener(engine).run()
-    assert engine.cached(SESSION) is not None
-    engine.release([SESSION])
-    assert engine.cached(SESSION) is None
+    assert engine.describe_session_cache(SESSION) is not None
+    engine.release_sessions([SESSION])
+    assert engine.describe_session_cache(SESSION) is None
 
 
 # -- versions ------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_a_cache_of_older_weights_is_taken_only_where_a_token_shows_it(
     context = begun(source, 20)
     begun(stayed, 20)
     for engine in (target, stayed):
-        engine.swap(decoder(1).state_dict(), 1)
+        engine.update_weights(decoder(1).state_dict(), 1)
     taken = moved(source, target)
     assert taken == (len(context) - 3 if mode == "keep" else 0)
     there = Listener(target).run(next_turn(context))[2]
@@ -213,15 +213,15 @@ def test_a_cache_of_older_weights_is_taken_only_where_a_token_shows_it(
 def test_a_mixed_cache_moves_on_as_mixed_and_is_shared_with_nobody(make: Make) -> None:
     source, target = make(), make()
     context = begun(source, 40)
-    source.swap(decoder(1).state_dict(), 1)
+    source.update_weights(decoder(1).state_dict(), 1)
     heard = Listener(source).run(next_turn(context))[2]
     context = [*context, *heard.tokens, 9]
-    target.swap(decoder(1).state_dict(), 1)
-    cache = source.cached(SESSION)
-    assert cache is not None and cache.version == MIXED and cache.first_version == 0
+    target.update_weights(decoder(1).state_dict(), 1)
+    cache = source.describe_session_cache(SESSION)
+    assert cache is not None and cache.version == MIXED_VERSIONS and cache.first_version == 0
     assert moved(source, target) == len(context) - 2
     Listener(target).run(next_turn(context))
-    assert target.cached(SESSION).version == MIXED  # type: ignore[union-attr]
+    assert target.describe_session_cache(SESSION).version == MIXED_VERSIONS  # type: ignore[union-attr]
     alone = Listener(target).run(request(5, context[:45], max_new=4))[5]
     holds(alone, decoder(1), context[:45])
 
@@ -230,15 +230,15 @@ def test_a_token_of_the_targets_own_version_shows_no_mixture(make: Make) -> None
     """The source is ahead: its first token says 0, and so would what the target samples."""
     source, target = make(), make()
     begun(source, 20)
-    source.swap(decoder(1).state_dict(), 1)
+    source.update_weights(decoder(1).state_dict(), 1)
     assert moved(source, target) == 0
 
 
 def test_what_no_token_of_a_version_was_sampled_over_is_not_mixed(make: Make) -> None:
     source, target = make(), make()
     cache = exported(source, 20)
-    target.swap(decoder(1).state_dict(), 1)
-    unsampled = replace(cache, first_sampled=len(cache.tokens))
+    target.update_weights(decoder(1).state_dict(), 1)
+    unsampled = replace(cache, first_sampled_index=len(cache.tokens))
     assert offered(unsampled, target) is None
     relabelled = replace(cache, first_version=1)  # computed again under 0 after a swap back
     assert offered(relabelled, target) is None
@@ -246,9 +246,9 @@ def test_what_no_token_of_a_version_was_sampled_over_is_not_mixed(make: Make) ->
     assert offered(cache, target) is not None
 
 
-def exported(engine: TorchEngine, length: int) -> SessionCache:
+def exported(engine: BuiltinEngine, length: int) -> SessionCache:
     begun(engine, length)
-    cache = engine.cached(SESSION)
+    cache = engine.describe_session_cache(SESSION)
     assert cache is not None
     return cache
 
@@ -261,7 +261,7 @@ def test_after_a_swap_the_target_keeps_what_the_source_would_have_kept(make: Mak
     target.submit([next_turn(context)])
     target.step()
     for engine in (source, target):
-        engine.swap(decoder(1).state_dict(), 1)
+        engine.update_weights(decoder(1).state_dict(), 1)
     before = target.tokens_computed
     there = Listener(target).run()[2]
     assert target.tokens_computed - before < len(context)
@@ -275,8 +275,8 @@ def test_what_was_on_its_way_is_not_used_after_a_swap(make: Make) -> None:
     target.submit([next_turn(context)])
     brought(source, load, [256])
     target.step()
-    target.swap(decoder(1).state_dict(), 1)
-    assert load.cancelled
+    target.update_weights(decoder(1).state_dict(), 1)
+    assert load.is_cancelled
     brought(source, load, [128, 0])
     holds(Listener(target).run()[2], decoder(1), context)
 
@@ -290,7 +290,7 @@ def test_a_session_that_lost_its_only_sampled_token_starts_anew(
     context = words(5, 40)
     heard = Listener(engine).run(request(1, context, session=SESSION, max_new=1))
     assert heard[1].tokens != [0]
-    engine.swap(decoder(1).state_dict(), 1)
+    engine.update_weights(decoder(1).state_dict(), 1)
     context += instead
     holds(
         Listener(engine).run(request(2, context, session=SESSION, max_new=5))[2],
@@ -306,16 +306,18 @@ def test_a_session_that_lost_its_only_sampled_token_starts_anew(
 @pytest.mark.parametrize("path", ["native", "graphs"])
 def test_what_comes_has_the_room_of_its_request_and_no_more(path: str) -> None:
     """Idle sessions give way to it and running requests do not."""
-    source, target = built_in(path), built_in(path, slots=4, kv_tokens=9 * BLOCK)
+    source, target = built_in(path), built_in(path, slots=4, kv_cache_tokens=9 * BLOCK_TOKENS)
     context = begun(source, 60)
     Listener(target).run(request(20, words(20, 30), session=20, max_new=2))
     target.submit([request(i, words(i, 30), max_new=30) for i in (10, 11)])
     for _ in range(8):
         target.step()
     assert moved(source, target) == len(context) - 3
-    assert target.cached(20) is not None, "nothing gave way for what nobody has asked for yet"
+    assert target.describe_session_cache(20) is not None, (
+        "nothing gave way for what nobody has asked for yet"
+    )
     heard = Listener(target).run(next_turn(context))
-    assert target.cached(20) is None
+    assert target.describe_session_cache(20) is None
     for i in (10, 11):
         holds(heard[i], decoder(), words(i, 30))
     holds(heard[2], decoder(), context)
@@ -334,9 +336,9 @@ def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) 
     context = begun(source, 420)
     load = loading(source, target)
     brought(source, load, chunks)
-    load.over = True
+    load.is_finished = True
     computed, heard = computed_by(target, next_turn(context))
-    came = sum(min(CHUNK, load.end - start) for start in chunks)
+    came = sum(min(CHUNK_TOKENS, load.end - start) for start in chunks)
     assert computed == len(context) - came + 11
     holds(heard, decoder(), context)
 
@@ -344,11 +346,11 @@ def test_a_move_that_breaks_off_leaves_what_came(make: Make, chunks: list[int]) 
 def test_chunks_that_are_not_what_they_say_are_left_out(make: Make) -> None:
     source, target = make(max_length=512), make(max_length=512)
     context = begun(source, 300)
-    load, content = loading(source, target), source.copied(SESSION, 128, 256)
+    load, content = loading(source, target), source.copy_session_cache(SESSION, 128, 256)
     assert content is not None
-    load.bring(128, 256, content[:-16])
-    load.bring(512, 640, content)
-    load.over = True
+    load.add_chunk(128, 256, content[:-16])
+    load.add_chunk(512, 640, content)
+    load.is_finished = True
     computed, heard = computed_by(target, next_turn(context))
     assert computed == len(context) + 11
     holds(heard, decoder(), context)
@@ -358,13 +360,13 @@ def test_chunks_that_are_not_what_they_say_are_left_out(make: Make) -> None:
 @pytest.mark.parametrize("path", ["native", "graphs"])
 def test_more_than_the_request_has_is_written_nowhere(path: str) -> None:
     """The source has computed a turn that the ledger never saw; others have the blocks behind."""
-    source, target = (built_in(path, max_length=512, kv_tokens=1024) for _ in range(2))
+    source, target = (built_in(path, max_length=512, kv_cache_tokens=1024) for _ in range(2))
     context = words(5, 260)
     said = Listener(source).run(request(1, context, session=SESSION, max_new=90, seed=9))[1].tokens
     others = {i: words(i, 100) for i in range(10, 13)}
     target.submit([request(i, tokens, max_new=20) for i, tokens in others.items()])
     target.step()
-    assert moved(source, target) > len(context) + 4 * BLOCK
+    assert moved(source, target) > len(context) + 4 * BLOCK_TOKENS
     context += said[:5]
     heard = Listener(target).run(request(2, context, session=SESSION, max_new=4))
     holds(heard[2], decoder(), context)
@@ -377,16 +379,16 @@ def test_what_no_token_was_sampled_over_goes_with_its_weights(make: Make) -> Non
     source, target = make(max_length=1024), make(max_length=1024)
     prompt = words(5, 1000)
     Listener(source).run(request(1, prompt[:300], session=SESSION, max_new=1))
-    cache = source.cached(SESSION)
+    cache = source.describe_session_cache(SESSION)
     assert cache is not None
-    load = offered(replace(cache, first_sampled=300, first_version=0), target)
+    load = offered(replace(cache, first_sampled_index=300, first_version=0), target)
     assert load is not None
     load.end = 300
     target.submit([request(2, prompt, session=SESSION, max_new=4, temperature=0.0)])
     brought(source, load, [0, 128, 256])
-    load.over = True
+    load.is_finished = True
     target.step()
-    target.swap(decoder(1).state_dict(), 1)
+    target.update_weights(decoder(1).state_dict(), 1)
     holds(Listener(target).run()[2], decoder(1), prompt)
 
 
@@ -396,14 +398,16 @@ def test_a_request_that_ends_while_it_is_loaded_holds_no_room(path: str) -> None
     source, target = built_in(path, max_length=512), built_in(path, max_length=512)
     context = begun(source, 300)
     load = loading(source, target)
-    load.expected_s, load._last_s = 1e-9, target._clock.monotonic()
-    target.schedule.prefill.add(1000, 1000, 1.0)
+    load.expected_chunk_s, load._last_received_s = 1e-9, target._clock.monotonic()
+    target.scheduler.prefill_rate.add_step(1000, 1000, 1.0)
     target.submit([next_turn(context)])
     target.step()
-    memory = target._memory
-    assert isinstance(memory, PagedMemory) and memory.pool.free < memory.pool.count
+    memory = target._paged_cache
+    assert (
+        isinstance(memory, PagedCache) and memory.block_pool.num_free < memory.block_pool.num_blocks
+    )
     target.abort([2])
-    assert memory.pool.free == memory.pool.count and load.cancelled
+    assert memory.block_pool.num_free == memory.block_pool.num_blocks and load.is_cancelled
 
 
 def test_what_was_offered_for_an_adapters_last_version_is_not_used(make: Make) -> None:
@@ -416,7 +420,7 @@ def test_what_was_offered_for_an_adapters_last_version_is_not_used(make: Make) -
     load = loading(source, target, alone=False)
     brought(source, load, [0])
     target.load_adapter("a", adapter(2), SCALE, 11)
-    assert load.cancelled
+    assert load.is_cancelled
     context = [*context, *said, 7]
     heard = Listener(target).run(request(2, context, session=SESSION, max_new=3, adapter="a"))
     holds(heard[2], with_adapter(adapter(2)), context)
@@ -436,16 +440,16 @@ def test_a_session_that_ends_wants_nothing_more(make: Make) -> None:
     source, target = make(), make()
     begun(source, 20)
     load = loading(source, target)
-    target.release([SESSION])
-    assert load.cancelled and not load.wants(0)
+    target.release_sessions([SESSION])
+    assert load.is_cancelled and not load.needs_chunk(0)
 
 
 def test_of_sessions_that_never_come_the_oldest_are_given_up(make: Make) -> None:
     source, target = make(), make()
     cache = exported(source, 20)
-    loads = [offered(cache, target, session=i) for i in range(MOST_OFFERED + 2)]
-    gone = [load is not None and load.cancelled for load in loads]
-    assert gone == [True, True] + [False] * MOST_OFFERED
+    loads = [offered(cache, target, session=i) for i in range(MAX_OFFERED_LOADS + 2)]
+    gone = [load is not None and load.is_cancelled for load in loads]
+    assert gone == [True, True] + [False] * MAX_OFFERED_LOADS
 
 
 def test_a_cache_that_comes_after_its_request_is_used_from_then_on(make: Make) -> None:
@@ -456,7 +460,7 @@ def test_a_cache_that_comes_after_its_request_is_used_from_then_on(make: Make) -
     before = target.tokens_computed
     assert moved(source, target) == len(context) - 3
     heard = Listener(target).run()[2]
-    assert target.tokens_computed - before <= 11 + 3 + CHUNK
+    assert target.tokens_computed - before <= 11 + 3 + CHUNK_TOKENS
     holds(heard, decoder(), context)
 
 
@@ -466,7 +470,10 @@ def test_an_engine_that_sleeps_neither_gives_nor_takes(make: Make) -> None:
     target.sleep()
     assert offered(cache, target) is None
     source.sleep()
-    assert source.cached(SESSION) is None and source.copied(SESSION, 0, 1) is None
+    assert (
+        source.describe_session_cache(SESSION) is None
+        and source.copy_session_cache(SESSION, 0, 1) is None
+    )
 
 
 @NATIVE
@@ -476,17 +483,21 @@ def test_a_group_that_moves_shares_its_prompt_again(path: str) -> None:
     prompt = words(5, 64)
     asked = [request(i, prompt, session=i, max_new=3) for i in range(4)]
     heard = Listener(source).run(*asked)
-    memory = target._memory
-    assert isinstance(memory, PagedMemory)
+    memory = target._paged_cache
+    assert isinstance(memory, PagedCache)
     for i in range(4):
         assert moved(source, target, session=i)
         context = [*prompt, *heard[i].tokens, 7]
         listener = Listener(target)
         holds(listener.run(request(9, context, session=i, max_new=4))[9], decoder(), context)
-    assert memory.pool.count - memory.pool.free == 4 + 4, "the prompt once, and each its own end"
-    target.release(range(4))
-    assert (memory.pool.holders <= 1).all() and memory.pool.free + memory.prefixes.blocks == (
-        memory.pool.count
+    assert memory.block_pool.num_blocks - memory.block_pool.num_free == 4 + 4, (
+        "the prompt once, and each its own end"
+    )
+    target.release_sessions(range(4))
+    assert (
+        memory.block_pool.ref_counts <= 1
+    ).all() and memory.block_pool.num_free + memory.prefix_cache.num_blocks == (
+        memory.block_pool.num_blocks
     )
 
 
@@ -497,7 +508,9 @@ def test_whatever_moves_and_gives_way_every_token_is_right(seed: int) -> None:
     """Two engines under pressure, sessions that change sides at random."""
     random = np.random.default_rng(seed)
     engines = [
-        built_in("native", slots=4, kv_tokens=(10 + seed) * BLOCK, steps=4, budget_s=60.0)
+        built_in(
+            "native", slots=4, kv_cache_tokens=(10 + seed) * BLOCK_TOKENS, steps=4, budget_s=60.0
+        )
         for _ in range(2)
     ]
     contexts = {session: words(session % 3, 20 + 9 * session) for session in range(5)}
@@ -527,23 +540,23 @@ def test_the_prefill_rate_is_that_of_long_stretches() -> None:
     rate = PrefillRate()
     assert rate.tokens_per_s == 0.0
     for _ in range(20):
-        rate.add(512, 512, 0.1)
-        rate.add(3, 30, 0.05)  # a short tool result beside a batch that decodes
+        rate.add_step(512, 512, 0.1)
+        rate.add_step(3, 30, 0.05)  # a short tool result beside a batch that decodes
     assert 0.9 * 5120 < rate.tokens_per_s <= 5120
     for _ in range(80):
-        rate.add(512, 512, 0.2)
+        rate.add_step(512, 512, 0.2)
     assert abs(rate.tokens_per_s - 2560) < 100
 
 
-def test_an_engine_tells_what_it_measures(make: Callable[..., TorchEngine]) -> None:
+def test_an_engine_tells_what_it_measures(make: Callable[..., BuiltinEngine]) -> None:
     clock = Ticking()
     engine = partial(make, max_length=700, slots=2)(clock=clock)
     assert engine.prefill_tokens_per_s == 0.0
     Listener(engine).run(request(1, words(1, 600), max_new=1, session=SESSION))
     assert engine.prefill_tokens_per_s > 0
-    content = engine.copied(SESSION, 0, 600)
+    content = engine.copy_session_cache(SESSION, 0, 600)
     assert content is not None and len(content) >= 600 * engine.cache_bytes_per_token
-    assert len(content) < (600 + BLOCK) * engine.cache_bytes_per_token
+    assert len(content) < (600 + BLOCK_TOKENS) * engine.cache_bytes_per_token
 
 
 class Ticking:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import Refused
-from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.generation.engine_contract import TokenEngine
 from meshrl.services.engine.sglang.engine import SGLangEngine
 from tests.sglang import served
 from tests.unit.common.generation.engines_under_test import (
@@ -69,8 +69,8 @@ def steps(listener: Listener, count: int) -> None:
     """Steps until a request that has decoded from the first of them has some `count` tokens."""
     engine = listener.engine
     if isinstance(engine, SGLangEngine):
-        until = engine.steps + count
-        while engine.steps < until and engine.step():
+        until = engine.num_steps + count
+        while engine.num_steps < until and engine.step():
             pass
         return
     for _ in range(count):
@@ -81,14 +81,14 @@ def steps(listener: Listener, count: int) -> None:
 
 def test_a_request_ends_at_its_length(listener: Listener) -> None:
     heard = listener.run(request(1, max_new=7), request(2, max_new=1))
-    assert len(heard[1].tokens) == 7 and heard[1].finish == [Finish.LENGTH]
-    assert len(heard[2].tokens) == 1 and heard[2].finish == [Finish.LENGTH]
+    assert len(heard[1].tokens) == 7 and heard[1].finish == [FinishReason.LENGTH]
+    assert len(heard[2].tokens) == 1 and heard[2].finish == [FinishReason.LENGTH]
 
 
 def test_a_stop_token_ends_it_and_is_included(listener: Listener) -> None:
     stops = tuple(range(0, VOCAB, 4))
     heard = listener.run(*(request(i, max_new=60, stop_ids=stops, seed=i) for i in range(12)))
-    stopped = [h for h in heard.values() if h.finish == [Finish.STOP]]
+    stopped = [h for h in heard.values() if h.finish == [FinishReason.STOP]]
     assert len(stopped) > 6
     for h in stopped:
         assert h.tokens[-1] in stops
@@ -97,16 +97,16 @@ def test_a_stop_token_ends_it_and_is_included(listener: Listener) -> None:
 
 def test_a_slot_that_is_full_ends_it(listener: Listener) -> None:
     heard = listener.run(request(1, [1] * 120, max_new=99), request(2, [1] * 128, max_new=5))
-    assert len(heard[1].tokens) == 8 and heard[1].finish == [Finish.LENGTH]
-    assert heard[2].tokens == [] and heard[2].finish == [Finish.LENGTH]
+    assert len(heard[1].tokens) == 8 and heard[1].finish == [FinishReason.LENGTH]
+    assert heard[2].tokens == [] and heard[2].finish == [FinishReason.LENGTH]
 
 
 def test_more_requests_than_slots_all_come_to_an_end(listener: Listener) -> None:
     heard = listener.run(*(request(i, max_new=3 + i % 5) for i in range(23)))
     assert {i: len(h.tokens) for i, h in heard.items()} == {i: 3 + i % 5 for i in range(23)}
-    assert all(h.finish == [Finish.LENGTH] for h in heard.values())
+    assert all(h.finish == [FinishReason.LENGTH] for h in heard.values())
     assert listener.engine.tokens_generated == sum(3 + i % 5 for i in range(23))
-    assert listener.engine.running == listener.engine.waiting == 0
+    assert listener.engine.num_running == listener.engine.num_waiting == 0
 
 
 def test_what_a_request_gets_does_not_depend_on_its_batch(kind: str) -> None:
@@ -127,7 +127,7 @@ def test_tokens_carry_the_version_that_sampled_them(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(1, max_new=110)])
     steps(listener, 10)
-    engine.swap(decoder(1).state_dict(), 5)
+    engine.update_weights(decoder(1).state_dict(), 5)
     before = engine.tokens_generated
     heard = listener.run()[1]
     assert engine.version == 5
@@ -141,8 +141,8 @@ def test_an_aborted_request_brings_what_it_had_and_nothing_more(listener: Listen
     steps(listener, 12)
     engine.abort([0, 5, 77])
     heard = listener.run()
-    assert heard[0].finish == [Finish.ABORTED] and 0 < len(heard[0].tokens) < 110
-    assert heard[5].finish == [Finish.ABORTED] and heard[5].tokens == []
+    assert heard[0].finish == [FinishReason.ABORTED] and 0 < len(heard[0].tokens) < 110
+    assert heard[5].finish == [FinishReason.ABORTED] and heard[5].tokens == []
     assert all(len(heard[i].tokens) == 110 for i in (1, 2, 3, 4))
 
 
@@ -150,11 +150,11 @@ def test_an_end_is_announced_until_it_is_drained(listener: Listener) -> None:
     engine = listener.engine
     engine.submit([request(1, max_new=60)])
     steps(listener, 3)
-    assert not engine.ended
+    assert not engine.has_finished
     steps(listener, 60)
-    assert engine.ended
+    assert engine.has_finished
     listener.drain()
-    assert not engine.ended and engine.drain() is None
+    assert not engine.has_finished and engine.drain_outputs() is None
 
 
 def test_a_paused_engine_stands_still_and_goes_on(listener: Listener) -> None:
@@ -194,7 +194,7 @@ def test_a_request_that_cannot_be_served_is_refused_with_its_batch(
 def test_a_session_that_is_released_while_it_runs_ends_as_usual(listener: Listener) -> None:
     listener.engine.submit([request(1, session=9, max_new=5)])
     steps(listener, 2)
-    listener.engine.release([9, 10])
+    listener.engine.release_sessions([9, 10])
     assert len(listener.run()[1].tokens) == 5
 
 
@@ -206,7 +206,7 @@ def test_adapters_are_loaded_beside_the_base_and_tokens_carry_their_versions(
         pytest.skip("the server that tests share is not started for adapters")
     engine.load_adapter("a", adapter(1), SCALE, 10)
     engine.load_adapter("b", adapter(2), SCALE, 20)
-    assert dict(engine.adapters) == {"a": 10, "b": 20}
+    assert dict(engine.adapter_versions) == {"a": 10, "b": 20}
     names = ("", "a", "b", "a")
     engine.submit([request(i, max_new=50, adapter=name) for i, name in enumerate(names)])
     steps(listener, 10)
@@ -230,10 +230,10 @@ def test_an_adapter_is_not_unloaded_under_its_requests(listener: Listener) -> No
         engine.unload_adapter("a")
     engine.abort([1])
     heard = listener.run()
-    assert heard[1].finish == [Finish.ABORTED]
+    assert heard[1].finish == [FinishReason.ABORTED]
     engine.unload_adapter("a")
     engine.unload_adapter("a")
-    assert not engine.adapters
+    assert not engine.adapter_versions
     with pytest.raises(Refused, match="not loaded"):
         engine.submit([request(2, adapter="a")])
 
@@ -278,15 +278,15 @@ def test_whatever_happens_no_token_is_lost_or_doubled(kind: str, script: list) -
             case "drain":
                 listener.drain()
             case "swap":
-                engine.swap(state, engine.version + 1)
+                engine.update_weights(state, engine.version + 1)
             case "release":
-                engine.release(given_)
+                engine.release_sessions(given_)
     heard = listener.run()
     assert heard.keys() == wanted.keys()
     for id, (length, _) in wanted.items():
         assert len(heard[id].finish) == 1
         assert heard[id].versions == sorted(heard[id].versions)
-        if heard[id].finish == [Finish.ABORTED]:
+        if heard[id].finish == [FinishReason.ABORTED]:
             assert id in aborted and len(heard[id].tokens) <= length
         else:
             assert len(heard[id].tokens) == length

@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.generation.builtin.build import TorchEngine
-from meshrl.common.generation.loading import CHUNK, WORTH, Content, KeptPrefix, Loading, Sought
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
+from meshrl.common.generation.prefix_loading import (
+    CHUNK_TOKENS,
+    MIN_PREFIX_TOKENS,
+    ChunkBytes,
+    OffloadedPrefix,
+    PrefixLoad,
+    PrefixQuery,
+)
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
     Listener,
@@ -34,55 +41,59 @@ class Shelf:
     """Keeps what engines of one version compute, and brings it when told to."""
 
     clock: StandingClock
-    chunks: dict[bytes, Content] = field(default_factory=dict)
-    loads: list[tuple[Sought, Loading]] = field(default_factory=list)
+    chunks: dict[bytes, ChunkBytes] = field(default_factory=dict)
+    loads: list[tuple[PrefixQuery, PrefixLoad]] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
 
-    def find(self, sought: Sought) -> Loading | None:
-        end = (len(sought.tokens) - 1) // CHUNK * CHUNK
-        load = Loading(sought.computed, end, self.clock.monotonic())
-        self.loads.append((sought, load))
+    def find_prefix(self, query: PrefixQuery) -> PrefixLoad | None:
+        end = (len(query.tokens) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        load = PrefixLoad(query.num_computed_tokens, end, self.clock.monotonic())
+        self.loads.append((query, load))
         return load
 
-    def keep(self, kept: KeptPrefix) -> None:
-        for start in range(0, len(kept.tokens) // CHUNK * CHUNK if kept.pure else 0, CHUNK):
-            name = kept.tokens[: start + CHUNK].tobytes()
-            self.chunks.setdefault(name, kept.read(start, start + CHUNK))
+    def offload(self, prefix: OffloadedPrefix) -> None:
+        for start in range(
+            0,
+            len(prefix.tokens) // CHUNK_TOKENS * CHUNK_TOKENS if prefix.is_single_version else 0,
+            CHUNK_TOKENS,
+        ):
+            name = prefix.tokens[: start + CHUNK_TOKENS].tobytes()
+            self.chunks.setdefault(name, prefix.read(start, start + CHUNK_TOKENS))
 
-    def release(self, sessions: Sequence[int]) -> None:
+    def release_sessions(self, sessions: Sequence[int]) -> None:
         self.ended += sessions
 
     def bring(self, which: int, start: int) -> bool:
         """Brings a chunk, if it has it and it is wanted."""
         sought, load = self.loads[which]
-        content = self.chunks.get(sought.tokens[: start + CHUNK].tobytes())
-        if content is None or not load.wants(start) or start >= load.end:
+        content = self.chunks.get(sought.tokens[: start + CHUNK_TOKENS].tobytes())
+        if content is None or not load.needs_chunk(start) or start >= load.end:
             return False
-        load.bring(start, start + CHUNK, content)
+        load.add_chunk(start, start + CHUNK_TOKENS, content)
         return True
 
 
-def shelved(path: str, slots: int = 4, **more: Any) -> tuple[TorchEngine, Shelf]:
+def shelved(path: str, slots: int = 4, **more: Any) -> tuple[BuiltinEngine, Shelf]:
     clock = StandingClock()
     engine = built_in(path, slots, LENGTH, clock=clock, **more)
-    engine.prefixes = shelf = Shelf(clock)
+    engine.prefix_store = shelf = Shelf(clock)
     return engine, shelf
 
 
-def other_way(engine: TorchEngine) -> None:
+def other_way(engine: BuiltinEngine) -> None:
     """Takes from the engine all that it has cached, by sleeping."""
     engine.sleep()
     engine.wake(decoder().state_dict(), engine.version)
 
 
 @pytest.fixture(scope="module")
-def engines() -> dict[str, tuple[TorchEngine, Shelf]]:
+def engines() -> dict[str, tuple[BuiltinEngine, Shelf]]:
     return {path: shelved(path) for path in BUILT_IN}
 
 
 cases = given(
     path=st.sampled_from(BUILT_IN),
-    length=st.integers(WORTH + 1, 900),
+    length=st.integers(MIN_PREFIX_TOKENS + 1, 900),
     stored=st.integers(0, 900),
     shared=st.integers(0, 600),
     holes=st.sets(st.integers(0, 6)),
@@ -96,7 +107,7 @@ cases = given(
 
 
 def assert_goes_on(
-    engines: dict[str, tuple[TorchEngine, Shelf]],
+    engines: dict[str, tuple[BuiltinEngine, Shelf]],
     path: str,
     length: int,
     stored: int,
@@ -115,7 +126,7 @@ def assert_goes_on(
     shelf.loads.clear()
     context = words(seed, length)
     full = Listener(engine).run(request(1, context, max_new=3, temperature=0.0, seed=4))[1]
-    if stored > WORTH:  # a request that shares only so much of it
+    if stored > MIN_PREFIX_TOKENS:  # a request that shares only so much of it
         other_way(engine)
         shelf.chunks = {k: v for k, v in shelf.chunks.items() if len(k) // 4 <= stored}
     other_way(engine)
@@ -134,15 +145,15 @@ def assert_goes_on(
         if not shelf.loads:
             continue
         load = shelf.loads[0][1]
-        load.expected_s = expected_s
-        starts = range(0, load.end, CHUNK)
+        load.expected_chunk_s = expected_s
+        starts = range(0, load.end, CHUNK_TOKENS)
         for _ in range(every if brought < fails_after else 0):
-            left = [s for s in starts if s not in load.placed and load.wants(s)]
-            left = [s for s in left if s // CHUNK not in holes]
+            left = [s for s in starts if s not in load.loaded_spans and load.needs_chunk(s)]
+            left = [s for s in left if s // CHUNK_TOKENS not in holes]
             if left and shelf.bring(0, left[-1] if order == "down" else left[0]):
                 brought += 1
         if brought >= fails_after or (steps > 50 and not every):
-            load.over |= stops == "ends"
+            load.is_finished |= stops == "ends"
         if stops == "is cancelled" and brought >= fails_after:
             engine.abort([2])
             listener.drain()
@@ -150,11 +161,11 @@ def assert_goes_on(
         assert steps < 400, "it waits for what does not come"
     found = listener.of(2)
     if stops == "is cancelled" and found.finish != full.finish:
-        assert not engine.running and not engine.schedule.loads.under_way
+        assert not engine.num_running and not engine.scheduler.prefix_loads.active_loads
         return
     assert found.tokens == full.tokens
     np.testing.assert_allclose(found.logprobs, full.logprobs, atol=1e-4)
-    loaded = sum(load.loaded for _, load in shelf.loads)
+    loaded = sum(load.num_skipped for _, load in shelf.loads)
     computed = engine.tokens_computed - before
     assert computed <= length + 2 - loaded
     assert shared or computed == length + 2 - loaded
@@ -163,7 +174,7 @@ def assert_goes_on(
 @settings(max_examples=100)
 @cases
 def test_the_engine_goes_on_as_if_it_had_computed_all(
-    engines: dict[str, tuple[TorchEngine, Shelf]], **case: Any
+    engines: dict[str, tuple[BuiltinEngine, Shelf]], **case: Any
 ) -> None:
     assert_goes_on(engines, **case)
 
@@ -172,7 +183,7 @@ def test_the_engine_goes_on_as_if_it_had_computed_all(
 @settings(max_examples=500)
 @cases
 def test_the_engine_goes_on_as_if_it_had_computed_all_in_many_cases(
-    engines: dict[str, tuple[TorchEngine, Shelf]], **case: Any
+    engines: dict[str, tuple[BuiltinEngine, Shelf]], **case: Any
 ) -> None:
     assert_goes_on(engines, **case)
 
@@ -180,7 +191,7 @@ def test_the_engine_goes_on_as_if_it_had_computed_all_in_many_cases(
 @pytest.mark.parametrize("path", ["native", "graphs"])
 def test_those_without_room_do_not_keep_those_that_load_from_going_on(path: str) -> None:
     """A cache for two of five; what the first two load comes in part."""
-    engine, shelf = shelved(path, 6, kv_tokens=2 * LENGTH)
+    engine, shelf = shelved(path, 6, kv_cache_tokens=2 * LENGTH)
     contexts = [words(i, 900) for i in range(5)]
     for i, context in enumerate(contexts):
         Listener(engine).run(request(i, context, max_new=1))
@@ -192,13 +203,13 @@ def test_those_without_room_do_not_keep_those_that_load_from_going_on(path: str)
     for which, (_, load) in enumerate(shelf.loads[:2]):
         for start in (768, 640, 256):
             shelf.bring(which, start)
-        load.over = True
+        load.is_finished = True
     steps = 0
-    while engine.running or engine.waiting:
+    while engine.num_running or engine.num_waiting:
         engine.step()
         listener.drain()
         for _, load in shelf.loads[2:]:
-            load.over = True
+            load.is_finished = True
         steps += 1
         assert steps < 500, "they wait for each other"
     for i, context in enumerate(contexts):
@@ -210,7 +221,7 @@ def test_those_without_room_do_not_keep_those_that_load_from_going_on(path: str)
 def test_whatever_comes_while_others_press_every_token_is_right(seed: int) -> None:
     """Conversations that share a prompt, in a cache for a few; chunks come and fail at random."""
     random = np.random.default_rng(seed)
-    engine, shelf = shelved("native", 4, kv_tokens=LENGTH + 60 * seed, steps=4, budget_s=60.0)
+    engine, shelf = shelved("native", 4, kv_cache_tokens=LENGTH + 60 * seed, steps=4, budget_s=60.0)
     contexts = {session: words(session % 2, 600 + 50 * session) for session in range(5)}
     loaded = 0
     for turn in range(12):
@@ -223,25 +234,25 @@ def test_whatever_comes_while_others_press_every_token_is_right(seed: int) -> No
              for s in chosen]
         )  # fmt: skip
         steps = 0
-        while engine.running or engine.waiting:
+        while engine.num_running or engine.num_waiting:
             engine.step()
             shelf.clock.pass_(0.01)
             for which, (_, load) in enumerate(shelf.loads):
-                load.expected_s = 0.02
-                for start in range(768, 128, -CHUNK):
+                load.expected_chunk_s = 0.02
+                for start in range(768, 128, -CHUNK_TOKENS):
                     if random.random() < 0.5:
                         shelf.bring(which, start)
-                load.over |= random.random() < 0.2
+                load.is_finished |= random.random() < 0.2
             listener.drain()
             steps += 1
             assert steps < 2000, "they wait for each other"
-        loaded += sum(load.loaded for _, load in shelf.loads)
+        loaded += sum(load.num_skipped for _, load in shelf.loads)
         for session in chosen:
             heard = listener.of(ids[session])
             holds(heard, decoder(), contexts[session])
             more = words(turn, 20)
             contexts[session] = [*contexts[session], *heard.tokens, *more][:900]
-    assert loaded >= CHUNK
+    assert loaded >= CHUNK_TOKENS
 
 
 @given(
@@ -255,16 +266,20 @@ def test_whatever_comes_while_others_press_every_token_is_right(seed: int) -> No
 def test_it_waits_only_for_what_can_come_and_not_for_long(
     computed: int, ahead: int, most: int, rate: float, expected_s: float, silent_s: float
 ) -> None:
-    placed = (computed // CHUNK + 1 + ahead) * CHUNK
-    load = Loading(0, placed + CHUNK, 0.0)
-    load.placed[placed], load.claimed, load.expected_s = placed + CHUNK, computed, expected_s
-    count = load.stretch(computed, most, rate, silent_s)
+    placed = (computed // CHUNK_TOKENS + 1 + ahead) * CHUNK_TOKENS
+    load = PrefixLoad(0, placed + CHUNK_TOKENS, 0.0)
+    load.loaded_spans[placed], load.claimed_end, load.expected_chunk_s = (
+        placed + CHUNK_TOKENS,
+        computed,
+        expected_s,
+    )
+    count = load.plan_compute_tokens(computed, most, rate, silent_s)
     assert 0 <= count <= min(most, placed - computed)
-    comes = [start for start in range(0, placed, CHUNK) if load.wants(start)]
+    comes = [start for start in range(0, placed, CHUNK_TOKENS) if load.needs_chunk(start)]
     assert count or comes
     if not count:
-        assert silent_s <= CHUNK / rate, "it could have computed a chunk meanwhile"
+        assert silent_s <= CHUNK_TOKENS / rate, "it could have computed a chunk meanwhile"
     if count < most:
-        assert (computed + count) % CHUNK == 0
-    load.over = True
-    assert load.stretch(computed, most, rate, silent_s) == min(most, placed - computed)
+        assert (computed + count) % CHUNK_TOKENS == 0
+    load.is_finished = True
+    assert load.plan_compute_tokens(computed, most, rate, silent_s) == min(most, placed - computed)

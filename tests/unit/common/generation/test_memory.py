@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from meshrl.common.base.errors import ConfigError, Refused
-from meshrl.common.generation.batch.blocks import BLOCK, BlockPool, PrefixCache
-from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.backends.buckets import GraphBuckets
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, BlockPool, PrefixCache
+from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.steps.buckets import GraphBuckets
 from tests.unit.common.generation.engines_under_test import (
     TINY,
     Listener,
@@ -25,7 +25,9 @@ from tests.unit.common.generation.engines_under_test import (
 )
 from tests.unit.common.generation.test_torch_engine import Make, holds, make, words
 
-tokens_of = st.lists(st.integers(0, 1), max_size=5 * BLOCK).map(lambda t: np.array(t, np.int64))
+tokens_of = st.lists(st.integers(0, 1), max_size=5 * BLOCK_TOKENS).map(
+    lambda t: np.array(t, np.int64)
+)
 SLOTS, LENGTH = 48, 5000
 BUCKETS = GraphBuckets(SLOTS, LENGTH)
 lengths_of = st.lists(st.integers(1, LENGTH), min_size=1, max_size=SLOTS)
@@ -38,8 +40,8 @@ def shared(known: np.ndarray, asked: np.ndarray) -> int:
     n = min(len(known), len(asked))
     same = known[:n] == asked[:n]
     common = n if same.all() else int(same.argmin())
-    in_tail = common // BLOCK == len(known) // BLOCK
-    return common if in_tail else common // BLOCK * BLOCK
+    in_tail = common // BLOCK_TOKENS == len(known) // BLOCK_TOKENS
+    return common if in_tail else common // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @settings(max_examples=200)
@@ -49,35 +51,42 @@ def test_the_longest_known_prefix_is_found(known: list[np.ndarray], asked: np.nd
     cache = PrefixCache(pool)
     holds: dict[int, np.ndarray] = {}  # block -> the sequence's tokens up to its end
     for sequence in known:
-        blocks = np.array([pool.take() for _ in range(-(-len(sequence) // BLOCK))], np.int32)
+        blocks = np.array(
+            [pool.allocate() for _ in range(-(-len(sequence) // BLOCK_TOKENS))], np.int32
+        )
         for i, block in enumerate(blocks.tolist()):
-            holds[block] = sequence[: (i + 1) * BLOCK]
-        cache.insert(sequence, blocks, tail=True)
+            holds[block] = sequence[: (i + 1) * BLOCK_TOKENS]
+        cache.insert(sequence, blocks, include_tail=True)
     match = cache.match(asked)
-    assert match.tokens == max((shared(sequence, asked) for sequence in known), default=0)
+    assert match.num_tokens == max((shared(sequence, asked) for sequence in known), default=0)
     for i, block in enumerate(match.blocks):
-        assert np.array_equal(holds[block], asked[: (i + 1) * BLOCK])
-    if match.tail:
-        copied = holds[match.copied][len(match.blocks) * BLOCK :]
-        start = len(match.blocks) * BLOCK
-        assert np.array_equal(copied[: match.tail], asked[start : start + match.tail])
+        assert np.array_equal(holds[block], asked[: (i + 1) * BLOCK_TOKENS])
+    if match.num_tail_tokens:
+        copied = holds[match.tail_block][len(match.blocks) * BLOCK_TOKENS :]
+        start = len(match.blocks) * BLOCK_TOKENS
+        assert np.array_equal(
+            copied[: match.num_tail_tokens], asked[start : start + match.num_tail_tokens]
+        )
 
 
 def test_what_was_used_longest_ago_goes_first_and_leaves_before_their_parents() -> None:
     pool = BlockPool(10)
     cache = PrefixCache(pool)
-    first, second = np.zeros(2 * BLOCK, np.int64), np.ones(2 * BLOCK, np.int64)
+    first, second = np.zeros(2 * BLOCK_TOKENS, np.int64), np.ones(2 * BLOCK_TOKENS, np.int64)
     for sequence in (first, second):
-        blocks = np.array([pool.take(), pool.take()], np.int32)
-        cache.insert(sequence, blocks, tail=False)
+        blocks = np.array([pool.allocate(), pool.allocate()], np.int32)
+        cache.insert(sequence, blocks, include_tail=False)
         for block in blocks.tolist():
-            pool.drop(block)  # its request has ended
-    assert pool.free == 6 and cache.evictable() == 4
+            pool.remove_reference(block)  # its request has ended
+    assert pool.num_free == 6 and cache.count_evictable() == 4
     cache.match(first)
     cache.evict(1)
-    assert cache.match(second).tokens == BLOCK and cache.match(first).tokens == 2 * BLOCK
+    assert (
+        cache.match(second).num_tokens == BLOCK_TOKENS
+        and cache.match(first).num_tokens == 2 * BLOCK_TOKENS
+    )
     cache.evict(100)
-    assert pool.free == 10 and cache.blocks == 0
+    assert pool.num_free == 10 and cache.num_blocks == 0
 
 
 class Memory(RuleBasedStateMachine):
@@ -88,14 +97,14 @@ class Memory(RuleBasedStateMachine):
     adapter that it was written with.
     """
 
-    SLOTS, LENGTH, BLOCKS = 4, 4 * BLOCK, 11
+    SLOTS, LENGTH, BLOCKS = 4, 4 * BLOCK_TOKENS, 11
 
     @initialize()
     def start(self) -> None:
         self.slots = Slots(self.SLOTS, self.LENGTH)
-        self.written = np.full((self.BLOCKS, BLOCK, 2), -1)
-        self.memory = PagedMemory(self.slots, self.BLOCKS, self.copy)
-        self.slots.numbers[1] = self.numbered = 1
+        self.written = np.full((self.BLOCKS, BLOCK_TOKENS, 2), -1)
+        self.memory = PagedCache(self.slots, self.BLOCKS, self.copy)
+        self.slots.weights_ids[1] = self.numbered = 1
 
     def copy(self, source: int, target: int) -> None:
         self.written[target] = self.written[source]
@@ -103,7 +112,7 @@ class Memory(RuleBasedStateMachine):
     @rule(
         slot=st.integers(0, 3),
         tokens=tokens_of,
-        kept=st.integers(0, 4 * BLOCK),
+        kept=st.integers(0, 4 * BLOCK_TOKENS),
         adapter=st.integers(0, 1),
     )
     def place(self, slot: int, tokens: np.ndarray, kept: int, adapter: int) -> None:
@@ -117,48 +126,48 @@ class Memory(RuleBasedStateMachine):
         self.slots.known[slot] = len(whole)
         self.slots.computed[slot] = min(kept, len(whole) - 1)
         if self.slots.computed[slot] == 0:
-            self.slots.weights[slot] = self.slots.current(slot)
-        self.memory.place(slot)
-        self.memory.share(slot)
+            self.slots.cache_weights_id[slot] = self.slots.get_weights_id(slot)
+        self.memory.prepare_slot(slot)
+        self.memory.reuse_prefix(slot)
 
-    @rule(slot=st.integers(0, 3), count=st.integers(1, 3 * BLOCK))
+    @rule(slot=st.integers(0, 3), count=st.integers(1, 3 * BLOCK_TOKENS))
     def compute(self, slot: int, count: int) -> None:
         known, computed = int(self.slots.known[slot]), int(self.slots.computed[slot])
         end = min(known, computed + count)
-        if end == computed or not self.memory.grow(slot, end):
+        if end == computed or not self.memory.allocate_blocks(slot, end):
             return
         if computed == 0:
-            self.slots.weights[slot] = self.slots.current(slot)
+            self.slots.cache_weights_id[slot] = self.slots.get_weights_id(slot)
         for position in range(computed, end):
-            block = self.memory.table[slot, position // BLOCK]
+            block = self.memory.block_table[slot, position // BLOCK_TOKENS]
             about = self.slots.tokens[slot, position], self.slots.adapter[slot]
-            self.written[block, position % BLOCK] = about
+            self.written[block, position % BLOCK_TOKENS] = about
         self.slots.computed[slot] = end
-        self.memory.publish(slot, tail=end % 2 == 0)
+        self.memory.publish_prefix(slot, include_tail=end % 2 == 0)
 
     @rule(slot=st.integers(0, 3))
     def free(self, slot: int) -> None:
-        self.memory.free(slot)
+        self.memory.free_slot(slot)
         self.slots.known[slot] = 0
 
     @rule()
     def swap(self) -> None:
-        self.slots.numbers[:2] = self.numbered + 1, self.numbered + 2
+        self.slots.weights_ids[:2] = self.numbered + 1, self.numbered + 2
         self.numbered += 2
-        self.memory.forget()
+        self.memory.clear_prefixes()
 
     @rule()
     def load(self) -> None:
         """A new version of the adapter."""
         self.numbered += 1
-        self.slots.numbers[1] = self.numbered
+        self.slots.weights_ids[1] = self.numbered
 
     @invariant()
     def every_slot_reads_its_own_tokens(self) -> None:
         for slot in range(self.SLOTS):
             for position in range(int(self.slots.computed[slot])):
-                block = self.memory.table[slot, position // BLOCK]
-                token, adapter = self.written[block, position % BLOCK]
+                block = self.memory.block_table[slot, position // BLOCK_TOKENS]
+                token, adapter = self.written[block, position % BLOCK_TOKENS]
                 assert token == self.slots.tokens[slot, position]
                 assert adapter == self.slots.adapter[slot]
 
@@ -166,12 +175,12 @@ class Memory(RuleBasedStateMachine):
     def every_holder_is_counted(self) -> None:
         held = np.zeros(self.BLOCKS, int)
         for slot in range(self.SLOTS):
-            for index in range(int(self.memory.held[slot])):
-                held[self.memory.table[slot, index]] += 1
-        in_tree = self.memory.pool.holders - held
+            for index in range(int(self.memory.blocks_per_slot[slot])):
+                held[self.memory.block_table[slot, index]] += 1
+        in_tree = self.memory.block_pool.ref_counts - held
         assert ((in_tree == 0) | (in_tree == 1)).all()
-        assert in_tree.sum() == self.memory.prefixes.blocks
-        assert (self.memory.pool.holders == 0).sum() == self.memory.pool.free
+        assert in_tree.sum() == self.memory.prefix_cache.num_blocks
+        assert (self.memory.block_pool.ref_counts == 0).sum() == self.memory.block_pool.num_free
 
 
 TestMemory = Memory.TestCase
@@ -183,13 +192,13 @@ TestMemory.settings = settings(max_examples=60, stateful_step_count=30)
 def cheapest(lengths: list[int]) -> int:
     """The least cost of all ways to cut the sorted rows where they need another context."""
     ordered = sorted(lengths)
-    contexts = [BUCKETS.fitting(1, length).context for length in ordered]
+    contexts = [BUCKETS.find_smallest(1, length).context for length in ordered]
     borders = [i for i in range(1, len(ordered)) if contexts[i] != contexts[i - 1]]
     costs = []
     for cuts in range(len(borders) + 1):
         for places in itertools.combinations(borders, cuts):
             runs = itertools.pairwise([0, *places, len(ordered)])
-            costs.append(sum(BUCKETS.fitting(b - a, ordered[b - 1]).cost for a, b in runs))
+            costs.append(sum(BUCKETS.find_smallest(b - a, ordered[b - 1]).cost for a, b in runs))
     return min(costs)
 
 
@@ -229,9 +238,9 @@ def test_requests_that_do_not_fit_together_give_way_and_are_computed_again() -> 
     contexts = {i: words(i, 20 + 5 * i) for i in range(8)}
     asked = [request(i, context, max_new=60) for i, context in contexts.items()]
     roomy = Listener(built_in("native", slots=8)).run(*asked)
-    engine = built_in("native", slots=8, kv_tokens=14 * BLOCK)
+    engine = built_in("native", slots=8, kv_cache_tokens=14 * BLOCK_TOKENS)
     tight = Listener(engine).run(*asked)
-    assert engine.preempted > 0
+    assert engine.num_preempted > 0
     for i, context in contexts.items():
         assert tight[i].tokens == roomy[i].tokens
         holds(tight[i], decoder(), context)
@@ -239,7 +248,7 @@ def test_requests_that_do_not_fit_together_give_way_and_are_computed_again() -> 
 
 @pytest.mark.needs("compiler")
 def test_under_pressure_the_oldest_request_ends_first() -> None:
-    engine = built_in("native", slots=4, kv_tokens=9 * BLOCK)
+    engine = built_in("native", slots=4, kv_cache_tokens=9 * BLOCK_TOKENS)
     listener = Listener(engine)
     engine.submit([request(i, words(i, 40), max_new=80) for i in range(4)])
     order: list[int] = []
@@ -255,7 +264,9 @@ def test_under_pressure_the_oldest_request_ends_first() -> None:
 def test_whatever_shares_and_gives_way_every_token_is_right(seed: int) -> None:
     """Groups with few distinct prompts and equal seeds: blocks are shared, doubled and taken."""
     random = np.random.default_rng(seed)
-    engine = built_in("native", slots=6, kv_tokens=(10 + seed) * BLOCK, steps=8, budget_s=60.0)
+    engine = built_in(
+        "native", slots=6, kv_cache_tokens=(10 + seed) * BLOCK_TOKENS, steps=8, budget_s=60.0
+    )
     listener = Listener(engine)
     contexts: dict[int, list[int]] = {}
     for id in range(24):
@@ -280,12 +291,12 @@ def test_whatever_shares_and_gives_way_every_token_is_right(seed: int) -> None:
 
 @pytest.mark.needs("compiler")
 def test_idle_sessions_give_way_before_requests_do() -> None:
-    engine = built_in("native", slots=4, kv_tokens=9 * BLOCK)
+    engine = built_in("native", slots=4, kv_cache_tokens=9 * BLOCK_TOKENS)
     listener = Listener(engine)
     context = words(1, 60)
     first = listener.run(request(1, context, session=5, max_new=4))[1].tokens
     listener.run(request(2, words(2, 60), max_new=60))
-    assert engine.preempted == 0
+    assert engine.num_preempted == 0
     heard = listener.run(request(3, [*context, *first, 7], session=5, max_new=4))[3]
     holds(heard, decoder(), [*context, *first, 7])
 
@@ -322,14 +333,14 @@ def test_an_engine_without_weights_waits_for_them(make: Make) -> None:
     engine = make()
     engine.sleep()
     engine.submit([request(1)])
-    assert not engine.step() and engine.waiting == 1
+    assert not engine.step() and engine.num_waiting == 1
     engine.wake(decoder(1).state_dict(), 7)
     assert Listener(engine).run()[1].versions == [7] * 20
 
 
 @pytest.mark.needs("compiler")
 def test_scoring_makes_room_and_what_gave_way_goes_on() -> None:
-    engine = built_in("native", slots=4, kv_tokens=9 * BLOCK)
+    engine = built_in("native", slots=4, kv_cache_tokens=9 * BLOCK_TOKENS)
     engine.submit([request(i, words(i, 30), max_new=60) for i in range(4)])
     for _ in range(4):
         engine.step()

@@ -13,10 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN
-from meshrl.common.generation.builtin.build import TorchEngine
-from meshrl.common.generation.contract import Flush, flush_of, joined, rows_of
-from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.common.base.expert_routing import NO_EXPERTS, UNKNOWN_EXPERT
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
+from meshrl.common.generation.engine_contract import (
+    EngineOutput,
+    combine_outputs,
+    concatenate_outputs,
+    select_requests,
+)
+from meshrl.common.model.network.decoder import Decoder, MoeDecoderLayer
 from meshrl.common.model.network.moe import Routing
 from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
@@ -29,8 +34,8 @@ from tests.unit.common.generation.engines_under_test import (
     request,
 )
 
-Make = Callable[..., TorchEngine]
-SHAPE = MOE.expert_shape
+Make = Callable[..., BuiltinEngine]
+SHAPE = MOE.routing_shape
 THREE = replace(MOE, experts_per_token=3)
 
 
@@ -57,7 +62,7 @@ def trained(
     places, routing = torch.arange(row.shape[1]).unsqueeze(0), Routing()
     with torch.inference_mode():
         hidden = model(row, places, causal_attention, experts, routing)
-        logits = model.logits(hidden)[0, len(context) - 1 : -1]
+        logits = model.compute_logits(hidden)[0, len(context) - 1 : -1]
     chosen = logits.log_softmax(-1).gather(1, row[0, len(context) :, None]).flatten()
     assert routing.experts is not None
     return chosen.numpy(), routing.experts[0, len(context) - 1 : -1]
@@ -128,7 +133,7 @@ def test_experts_are_those_of_the_weights_that_sampled(make: Make) -> None:
     for _ in range(10):
         engine.step()
     before = engine.tokens_generated
-    engine.swap(decoder(1, MOE).state_dict(), 1)
+    engine.update_weights(decoder(1, MOE).state_dict(), 1)
     heard = listener.run()[1]
     first = Heard(tokens=heard.tokens[:before], experts=heard.experts[:before])
     _, went = trained(decoder(0, MOE), [3], first)
@@ -172,7 +177,7 @@ actions = st.lists(
 )
 @given(script=actions)
 def test_whatever_happens_every_token_comes_with_its_experts(path: str, script: list) -> None:  # type: ignore[type-arg]
-    engine = built_in(path, slots=3, max_length=64, config=MOE, kv_tokens=96)
+    engine = built_in(path, slots=3, max_length=64, config=MOE, kv_cache_tokens=96)
     listener, model = Listener(engine), decoder(0, MOE)
     contexts: list[list[int]] = []
     for action, *given_ in script:
@@ -206,8 +211,8 @@ def test_a_dense_model_tells_none(path: str) -> None:
 def experts_of(context: list[int], heard: Heard, shape: tuple[int, int] = SHAPE) -> torch.Tensor:
     """As training is given them: for each token, where the one that it predicts says it went."""
     known = torch.tensor(heard.experts).view(-1, *shape)
-    before = torch.full((len(context) - 1, *shape), UNKNOWN)
-    return torch.cat((before, known, torch.full((1, *shape), UNKNOWN)))[None]
+    before = torch.full((len(context) - 1, *shape), UNKNOWN_EXPERT)
+    return torch.cat((before, known, torch.full((1, *shape), UNKNOWN_EXPERT)))[None]
 
 
 def paired(noise: float, seed: int) -> Decoder:
@@ -216,7 +221,7 @@ def paired(noise: float, seed: int) -> Decoder:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for index in THREE.sparse_layers:
-            router = cast(SparseLayer, model.layers[index]).experts.router
+            router = cast(MoeDecoderLayer, model.layers[index]).experts.router
             router[1::2] = router[::2]
             router.add_(noise * torch.randn(router.shape, generator=generator))
     return model
@@ -226,11 +231,11 @@ def test_replayed_experts_give_the_engines_logprobs_under_a_router_that_has_chan
     path: str,
 ) -> None:
     engine = built_in(path, config=THREE)
-    engine.swap(paired(1e-6, seed=1).state_dict(), 1)
+    engine.update_weights(paired(1e-6, seed=1).state_dict(), 1)
     heard = Listener(engine).run(request(1, [3], max_new=100))[1]
     later = paired(1e-6, seed=2)
     free, went = trained(later, [3], heard)
-    replayed, _ = trained(later, [3], heard, experts_of([3], heard, THREE.expert_shape))
+    replayed, _ = trained(later, [3], heard, experts_of([3], heard, THREE.routing_shape))
     told = np.array(heard.experts).reshape(went.shape)
     elsewhere = (np.sort(told) != np.sort(went.numpy())).any((1, 2))
     assert elsewhere.mean() > 0.3
@@ -238,16 +243,16 @@ def test_replayed_experts_give_the_engines_logprobs_under_a_router_that_has_chan
     np.testing.assert_allclose(heard.logprobs, replayed, atol=1e-4)
 
 
-def a_flush(ids: list[int], counts: list[int], experts: np.ndarray) -> Flush:
+def a_flush(ids: list[int], counts: list[int], experts: np.ndarray) -> EngineOutput:
     total = sum(counts)
-    return Flush(
+    return EngineOutput(
         ids=np.array(ids),
         counts=np.array(counts, np.int32),
         tokens=np.zeros(total, np.int32),
         logprobs=np.zeros(total, np.float32),
-        unmodified=np.zeros(0, np.float32),
+        raw_logprobs=np.zeros(0, np.float32),
         versions=np.zeros(total, np.int32),
-        finish=np.zeros(len(ids), np.int8),
+        finish_reasons=np.zeros(len(ids), np.int8),
         experts=experts,
     )
 
@@ -255,9 +260,11 @@ def a_flush(ids: list[int], counts: list[int], experts: np.ndarray) -> Flush:
 def test_flushes_with_experts_and_without_are_joined_and_cut() -> None:
     some = a_flush([1, 2], [2, 1], np.arange(12, dtype=np.int16).reshape(3, 4))
     none = a_flush([3], [2], NO_EXPERTS)
-    both = joined(some, none)
+    both = concatenate_outputs(some, none)
     assert both.experts.dtype == np.int16
-    assert both.experts.tolist() == [*some.experts.tolist(), *[[UNKNOWN] * 4] * 2]
-    assert rows_of(both, np.array([False, True, False])).experts.tolist() == [[8, 9, 10, 11]]
-    assert len(joined(none, none).experts) == 0
-    assert flush_of([]) is None
+    assert both.experts.tolist() == [*some.experts.tolist(), *[[UNKNOWN_EXPERT] * 4] * 2]
+    assert select_requests(both, np.array([False, True, False])).experts.tolist() == [
+        [8, 9, 10, 11]
+    ]
+    assert len(concatenate_outputs(none, none).experts) == 0
+    assert combine_outputs([]) is None

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from meshrl.common.base.errors import ConfigError, Refused
-from meshrl.common.generation.batch.paged import PagedMemory
+from meshrl.common.generation.backends.native import NativeCompute
+from meshrl.common.generation.batch.paged_cache import PagedCache
 from meshrl.common.generation.batch.slots import Slots
-from meshrl.common.generation.builtin.build import TorchEngine, build
 from meshrl.common.generation.builtin.engine import EngineOptions
-from meshrl.common.generation.steps.native import NativeCompute
-from meshrl.common.hardware.gpus.computing import NoGpuPath
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
+from meshrl.common.hardware.gpus.gpu_requirement import GpuUnusable
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.kernels.build import COMPILERS, FLAGS, SOURCES, Library
+from meshrl.kernels.library_build import COMPILER_FLAGS, COMPILERS, SOURCE_DIRECTORY, Library
 from tests.attention import causal_attention
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
@@ -56,7 +56,7 @@ def _logprobs(model: Decoder, row: torch.Tensor, temperature: float) -> torch.Te
     with torch.inference_mode():
         places = torch.arange(len(row)).unsqueeze(0)
         hidden = model(row.unsqueeze(0), places, causal_attention)
-        return (model.logits(hidden)[0] / temperature).log_softmax(-1)
+        return (model.compute_logits(hidden)[0] / temperature).log_softmax(-1)
 
 
 def holds(heard: Heard, model: Decoder, context: list[int], temperature: float = 1.0) -> None:
@@ -64,7 +64,7 @@ def holds(heard: Heard, model: Decoder, context: list[int], temperature: float =
     np.testing.assert_allclose(heard.logprobs, expected, atol=2e-4)
 
 
-Make = Callable[..., TorchEngine]
+Make = Callable[..., BuiltinEngine]
 
 
 @pytest.fixture(params=[pytest.param("native", marks=pytest.mark.needs("compiler")), "graphs"])
@@ -97,7 +97,7 @@ def test_greedy_takes_the_most_likely_token(make: Make) -> None:
     row = torch.tensor([[4, 5, *heard.tokens]])
     with torch.inference_mode():
         hidden = model(row, torch.arange(row.shape[1]).unsqueeze(0), causal_attention)
-        likeliest = model.logits(hidden)[0, 1:-1].argmax(-1)
+        likeliest = model.compute_logits(hidden)[0, 1:-1].argmax(-1)
     assert likeliest.tolist() == heard.tokens
     holds(heard, model, [4, 5])
 
@@ -176,7 +176,7 @@ def test_a_session_that_turns_elsewhere_keeps_what_is_common(make: Make) -> None
     holds(heard, decoder(), context)
 
 
-def two_sessions(engine: TorchEngine) -> tuple[Listener, dict[int, list[int]]]:
+def two_sessions(engine: BuiltinEngine) -> tuple[Listener, dict[int, list[int]]]:
     """Sessions 1 and 2 after a turn each, and what they hold."""
     listener, grown = Listener(engine), {}
     for session in (1, 2):
@@ -201,7 +201,7 @@ def test_the_session_idle_for_longest_makes_room() -> None:
 def test_a_released_session_frees_its_slot_first(make: Make) -> None:
     engine = make(slots=2)
     listener, grown = two_sessions(engine)
-    engine.release([2])
+    engine.release_sessions([2])
     listener.run(request(10, session=-1, max_new=2))
     computed = engine.tokens_computed
     listener.run(request(11, grown[1], session=1, max_new=1))
@@ -239,7 +239,7 @@ def test_after_a_swap_new_requests_see_only_the_new_weights(make: Make) -> None:
     listener.run(request(1, context, session=4, max_new=5))
     engine.submit([request(2, context, max_new=30)])  # its prompt lies in a cache
     engine.step()
-    engine.swap(decoder(1).state_dict(), 1)
+    engine.update_weights(decoder(1).state_dict(), 1)
     heard = listener.run(request(3, context, max_new=5), request(4, words(2, 5), max_new=5))
     holds(heard[3], decoder(1), context)
     holds(heard[4], decoder(1), words(2, 5))
@@ -258,7 +258,7 @@ def test_tokens_all_of_one_version_follow_a_prefix_of_that_version(
     for _ in range(steps):
         engine.step()
     old = engine.tokens_generated
-    engine.swap(decoder(1).state_dict(), 1)
+    engine.update_weights(decoder(1).state_dict(), 1)
     heard = Listener(engine).run()[1]
     assert heard.versions == [0] * old + [1] * (8 - old)
     if not old:
@@ -273,7 +273,7 @@ def test_keep_goes_on_over_old_keys_and_recompute_does_not(make: Make) -> None:
         engine.submit([request(1, context, max_new=20)])
         while engine.tokens_generated < 10:
             engine.step()
-        engine.swap(decoder(1).state_dict(), 1)
+        engine.update_weights(decoder(1).state_dict(), 1)
         mixed[mode] = Listener(engine).run()[1]
         assert mixed[mode].versions == [0] * 10 + [1] * 10
     heard = mixed["recompute"]
@@ -290,7 +290,7 @@ def test_weights_of_another_model_are_refused_and_nothing_changes(make: Make, ch
     if change == "misshapen":
         state["final_norm"] = norm[:1]  # would broadcast
     with pytest.raises(Refused, match="final_norm"):
-        engine.swap(state, 1)
+        engine.update_weights(state, 1)
     assert engine.version == 0
     holds(Listener(engine).run(request(1))[1], decoder(), [1, 2, 3])
 
@@ -315,15 +315,15 @@ def test_slots_longer_than_the_model_are_refused(make: Make) -> None:
 def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Path) -> None:
     compiler = next(filter(None, map(shutil.which, COMPILERS)))
     path = tmp_path / "decoder.so"
-    flags = [flag for flag in FLAGS if not flag.startswith(("-O", "-march"))]
+    flags = [flag for flag in COMPILER_FLAGS if not flag.startswith(("-O", "-march"))]
     more = ["-Og", f"-march={target}", f"-DMESHRL_STORAGE={storage}"]
-    command = [compiler, *flags, *more, str(SOURCES / "decoder.cpp"), "-o", str(path)]
+    command = [compiler, *flags, *more, str(SOURCE_DIRECTORY / "decoder.cpp"), "-o", str(path)]
     subprocess.run(command, check=True, capture_output=True, timeout=scaled(100))
     slots = Slots(4, 256)
     compute = NativeCompute(Library(path), TINY, slots, 80)
-    memory = PagedMemory(slots, 80, compute.copy)
-    compute.attach(memory.table)
-    engine = TorchEngine(slots, compute, memory, TINY, target, EngineOptions())
+    memory = PagedCache(slots, 80, compute.copy_block)
+    compute.attach_block_table(memory.block_table)
+    engine = BuiltinEngine(slots, compute, memory, TINY, target, EngineOptions())
     engine.wake(decoder().state_dict(), 0)
     contexts = {i: words(i, 3 + 45 * i) for i in range(5)}
     heard = Listener(engine).run(*(request(i, c, max_new=20) for i, c in contexts.items()))
@@ -339,9 +339,9 @@ def test_it_computes_what_the_model_says(target: str, storage: str, tmp_path: Pa
 @pytest.mark.parametrize("path", ["auto", "graphs"])
 def test_without_its_gpu_an_engine_is_refused_and_does_not_decode_on_the_cpu(path: str) -> None:
     with pytest.raises(
-        NoGpuPath, match=r"the engine cannot compute on a GPU: torch .* built "
+        GpuUnusable, match=r"the engine cannot compute on a GPU: torch .* built "
     ) as told:
-        build(TINY, 2, 64, path=path, device="cuda")
+        build_engine(TINY, 2, 64, backend=path, device="cuda")
     assert told.value.where == "mesh.device" and "--device cpu" in told.value.fix
 
 
@@ -349,10 +349,10 @@ def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        engine = build(TINY, 2, 64, path="eager", device="cuda")
-    assert engine.path == "torch eager, float32 (asked for)"
+        engine = build_engine(TINY, 2, 64, backend="eager", device="cuda")
+    assert engine.backend == "torch eager, float32 (asked for)"
     assert "decodes on the CPU of a worker with a GPU" in caplog.text
 
 
 def test_a_worker_of_the_cpu_computes_there_whatever_the_host_has() -> None:
-    assert build(TINY, 2, 64, path="graphs").path == "graphs, float32, cpu"
+    assert build_engine(TINY, 2, 64, backend="graphs").backend == "graphs, float32, cpu"

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import Refused
-from meshrl.common.generation.builtin.build import TorchEngine, build
-from meshrl.common.generation.contract import NO_VERSION, Quarantined, TokenEngine
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine, build_engine
+from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined, TokenEngine
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.services.engine.sglang.engine import SGLangEngine
 from tests.sglang import counterpart
@@ -132,10 +132,10 @@ def assert_serves_nobody(bench: Bench) -> None:
     for _ in range(3):
         bench.listener.advance()
         assert not engine.step()
-    assert engine.tokens_generated == had and engine.drain() is None
+    assert engine.tokens_generated == had and engine.drain_outputs() is None
     with pytest.raises(Refused):
         engine.score(np.array([1, 2, 3], np.int32))
-    assert engine.cached(3) is None
+    assert engine.describe_session_cache(3) is None
 
 
 @pytest.mark.rotating(4)
@@ -145,18 +145,18 @@ def test_half_a_version_serves_nobody_and_a_whole_one_goes_on(bench: Bench, shar
     engine.submit([request(1, max_new=NEW, temperature=0.0, session=3)])
     bench.generate(5)
     with pytest.raises(Quarantined, match="version 5"):
-        engine.swap(bench.broken(round(share * (TENSORS - 1))), 5)
+        engine.update_weights(bench.broken(round(share * (TENSORS - 1))), 5)
     assert_serves_nobody(bench)
     engine.submit([request(2, max_new=7)])  # it waits, as what runs does
     with pytest.raises(Quarantined, match="version 6"):
-        engine.swap(bench.broken(TENSORS // 2), 6)
+        engine.update_weights(bench.broken(TENSORS // 2), 6)
     assert_serves_nobody(bench)
 
-    engine.swap(STATE, 7)
+    engine.update_weights(STATE, 7)
     assert engine.version == 7
     heard = listener.run(request(3, [4, 5], max_new=NEW, temperature=0.0))
     assert [len(heard[i].tokens) for i in (1, 2, 3)] == [NEW, 7, NEW]
-    assert all(heard[i].finish == [Finish.LENGTH] for i in (1, 2, 3))
+    assert all(heard[i].finish == [FinishReason.LENGTH] for i in (1, 2, 3))
     old = heard[1].versions.count(0)
     assert 0 < old < NEW and heard[1].versions == [0] * old + [7] * (NEW - old)
     assert set(heard[2].versions) == set(heard[3].versions) == {7}
@@ -172,9 +172,9 @@ def test_it_breaks_off_at_every_tensor_alike(bench: Bench) -> None:
     bench.engine.submit([request(1, max_new=5, temperature=0.0)])
     for tensor in range(0, TENSORS, 1 if bench.kind in BUILT_IN else 5):
         with pytest.raises(Quarantined):
-            bench.engine.swap(bench.broken(tensor), 5)
+            bench.engine.update_weights(bench.broken(tensor), 5)
         assert bench.engine.version == NO_VERSION and not bench.engine.step()
-        bench.engine.swap(STATE, 6)
+        bench.engine.update_weights(STATE, 6)
         assert bench.engine.version == 6
     assert len(bench.listener.run()[1].tokens) == 5
 
@@ -185,7 +185,7 @@ def test_a_version_that_does_not_fit_is_refused_and_the_old_one_serves(bench: Be
     state = dict(STATE)
     state["final_norm"] = state["final_norm"][:-1]
     with pytest.raises(Refused, match="final_norm"):
-        bench.engine.swap(state, 1)
+        bench.engine.update_weights(state, 1)
     heard = bench.listener.run(request(1, max_new=9))[1]
     assert heard.versions == [0] * 9
 
@@ -196,7 +196,7 @@ def test_an_engine_in_quarantine_may_sleep_and_wakes_whole(bench: Bench) -> None
     engine.submit([request(1, max_new=NEW, temperature=0.0)])
     bench.generate(3)
     with pytest.raises(Quarantined):
-        engine.swap(bench.broken(2), 5)
+        engine.update_weights(bench.broken(2), 5)
     engine.sleep()
     assert not engine.step()
     with pytest.raises(Quarantined):
@@ -204,7 +204,7 @@ def test_an_engine_in_quarantine_may_sleep_and_wakes_whole(bench: Bench) -> None
     assert_serves_nobody(bench)
     engine.wake(STATE, 7)
     assert len(bench.listener.run()[1].tokens) == NEW
-    assert not isinstance(engine, SGLangEngine) or engine.requests.relabelled == 0
+    assert not isinstance(engine, SGLangEngine) or engine.requests.relabelled_tokens == 0
 
 
 def cuts(state: dict[str, torch.Tensor], most: int) -> list[list[Cut]]:
@@ -235,15 +235,19 @@ def test_weights_in_pieces_are_the_weights(
     for chunk in cuts(state, 333):
         files.chunk(*chunk)
     image = files.image()
-    engine = build(config, 2, 64, path=path)
+    engine = build_engine(config, 2, 64, backend=path)
     scores: list[Sequence[float]] = []
     for tensors in (state, decoder(4, config).state_dict(), image.tensors):
         engine.wake(tensors, len(scores))
         scores.append(engine.score(PROMPT).tolist())
     assert scores[2] == scores[0] != scores[1]
-    assert not image.whole("embedding") and image.joined_bytes == (
+    assert not image.is_contiguous("embedding") and image.joined_bytes == (
         # The native path has kernels for wider heads than these, and fills them up with zeros.
-        sum(state[n].nbytes for n in state if n.endswith(("qkv", "output")) and not image.whole(n))
+        sum(
+            state[n].nbytes
+            for n in state
+            if n.endswith(("qkv", "output")) and not image.is_contiguous(n)
+        )
         if path == "native"
         else 0
     )
@@ -254,7 +258,7 @@ def path(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def made(path: str, config: ModelConfig, dtype: str = "float32") -> TorchEngine:
+def made(path: str, config: ModelConfig, dtype: str = "float32") -> BuiltinEngine:
     return built_in(path, config=config, dtype=dtype, read_back=True)
 
 
@@ -262,7 +266,7 @@ def made(path: str, config: ModelConfig, dtype: str = "float32") -> TorchEngine:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_whole_version_is_found_as_it_is(path: str, config: ModelConfig, dtype: str) -> None:
     engine = made(path, config, dtype)
-    engine.swap(decoder(1, config).state_dict(), 1)
+    engine.update_weights(decoder(1, config).state_dict(), 1)
     assert engine.version == 1
     engine.sleep()
     engine.wake(decoder(2, config).state_dict(), 2)
@@ -274,11 +278,11 @@ def test_one_bit_of_any_tensor_that_differs_is_found_and_named(
     path: str, config: ModelConfig
 ) -> None:
     engine, state = made(path, config), decoder(0, config).state_dict()
-    assert engine._compute.differing(state) == []
+    assert engine._compute.find_differing_weights(state) == []
     for name, tensor in state.items():
         other = tensor.clone()
         other.view(-1).view(torch.int32)[other.numel() // 2] ^= 1
-        assert engine._compute.differing({**state, name: other}) == [name]
+        assert engine._compute.find_differing_weights({**state, name: other}) == [name]
 
 
 def test_weights_that_change_while_they_are_taken_put_it_in_quarantine(path: str) -> None:
@@ -298,7 +302,7 @@ def test_weights_that_change_while_they_are_taken_put_it_in_quarantine(path: str
 
     engine = made(path, TINY)
     with pytest.raises(Quarantined, match="final_norm"):
-        engine.swap(Moving(decoder(1).state_dict()), 5)
+        engine.update_weights(Moving(decoder(1).state_dict()), 5)
     assert engine.version == NO_VERSION
-    engine.swap(decoder(1).state_dict(), 6)
+    engine.update_weights(decoder(1).state_dict(), 6)
     assert engine.version == 6

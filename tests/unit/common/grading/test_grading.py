@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.grading import shapes, under_pytest
-from meshrl.common.grading.cases import BadTests
-from meshrl.common.grading.golds import BadGold, letter, mathematics, text_of
-from meshrl.common.grading.support import unsupported
+from meshrl.common.grading import pytest_support, styles
+from meshrl.common.grading.cases import InvalidTests
+from meshrl.common.grading.golds import (
+    InvalidGold,
+    parse_choice_gold,
+    parse_math_gold,
+    parse_text_gold,
+)
+from meshrl.common.grading.isolated_support import find_unsupported
 
 CITIES = ["London", "Paris", "Rome"]
 LABELLED = {"text": CITIES, "label": ["A", "B", "C"]}
@@ -117,20 +122,20 @@ both = mark.parametrize(N, [(1, 2)])
 def test_golds_of_choices_are_letters_however_rows_write_them() -> None:
     for gold, choices, wanted in LETTERS:
         row = {"answer": gold} | ({} if choices is None else {"choices": choices})
-        assert letter(row, {}) == wanted, row
+        assert parse_choice_gold(row, {}) == wanted, row
 
 
 def test_golds_that_name_no_choice_are_refused() -> None:
     for gold, choices, wrong in NO_LETTERS:
         row = {"answer": gold} | ({} if choices is None else {"choices": choices})
-        with pytest.raises(BadGold, match=wrong) as refused:
-            letter(row, {})
+        with pytest.raises(InvalidGold, match=wrong) as refused:
+            parse_choice_gold(row, {})
         assert refused.value.fix, row
 
 
 def test_golds_of_texts() -> None:
     for gold, wanted in ((42, "42"), (" Paris ", "Paris"), (3.5, "3.5"), ("None", "None")):
-        assert text_of({"gold": gold}, {"answer": "gold"}) == wanted
+        assert parse_text_gold({"gold": gold}, {"answer": "gold"}) == wanted
     wrong: dict[Any, str] = {
         42.0: "a number with a point",
         1e30: "a number with a point",
@@ -138,19 +143,19 @@ def test_golds_of_texts() -> None:
     }
     wrong |= {None: "null"}
     for gold, told in wrong.items():
-        with pytest.raises(BadGold, match=told):
-            text_of({"answer": gold}, {})
+        with pytest.raises(InvalidGold, match=told):
+            parse_text_gold({"answer": gold}, {})
     for value in (["42"], {"value": 42}):
-        with pytest.raises(BadGold, match="not a text"):
-            text_of({"answer": value}, {})
-    with pytest.raises(BadGold, match="no 'answer'"):
-        text_of({}, {})
+        with pytest.raises(InvalidGold, match="not a text"):
+            parse_text_gold({"answer": value}, {})
+    with pytest.raises(InvalidGold, match="no 'answer'"):
+        parse_text_gold({}, {})
 
 
 def test_golds_of_mathematics() -> None:
     solution = "She sells 72.\n#### 72"
     for gold, wanted in ((42, "42"), (42.0, "42"), (solution, "72"), (r"\{1,2\}", r"\{1,2\}")):
-        assert mathematics({"answer": gold}, {}) == wanted
+        assert parse_math_gold({"answer": gold}, {}) == wanted
     unusable: dict[Any, str] = {
         r"\frac{1}{2": "braces",
         "eval(7)": "eval",
@@ -158,8 +163,8 @@ def test_golds_of_mathematics() -> None:
         None: "null",
     }
     for bad, told in unusable.items():
-        with pytest.raises(BadGold, match=told):
-            mathematics({"answer": bad}, {})
+        with pytest.raises(InvalidGold, match=told):
+            parse_math_gold({"answer": bad}, {})
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,8 @@ def test_golds_of_mathematics() -> None:
     ],
 )
 def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> None:
-    assert unsupported(PARAMETRIZED + source) == ()
-    assert under_pytest.lacks(PARAMETRIZED + source) == ()
+    assert find_unsupported(PARAMETRIZED + source) == ()
+    assert pytest_support.find_missing_plugins(PARAMETRIZED + source) == ()
 
 
 @pytest.mark.parametrize(
@@ -186,22 +191,24 @@ def test_parameters_that_are_given_in_any_way_are_no_fixtures(source: str) -> No
     ],
 )
 def test_what_no_mark_gives_is_a_fixture(source: str) -> None:
-    assert unsupported("import pytest\n" + source) == ("fixture d",)
-    assert under_pytest.lacks("import pytest\n" + source) == ("the fixture d",)
+    assert find_unsupported("import pytest\n" + source) == ("fixture d",)
+    assert pytest_support.find_missing_plugins("import pytest\n" + source) == ("the fixture d",)
 
 
 def test_usual_tests_and_imports_that_may_fail_are_supported() -> None:
-    assert unsupported(USUAL) == ()
+    assert find_unsupported(USUAL) == ()
     source = "try:\n    import numpy\nexcept ImportError:\n    numpy = None\ndef test_f(): pass"
-    assert unsupported(source) == ()
+    assert find_unsupported(source) == ()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["named"] for row in ROWS])
 def test_what_cannot_be_run_is_named(row: dict[str, str]) -> None:
-    assert row["named"] in unsupported(row["source"])
+    assert row["named"] in find_unsupported(row["source"])
 
 
 def test_a_column_that_is_missing_is_named_with_those_that_are_there() -> None:
-    assert shapes.column({"tests": "x"}, "tests") == "x"
-    with pytest.raises(BadTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"):
-        shapes.column({"a": 1, "test": "x"}, "tests")
+    assert styles.get_tests({"tests": "x"}, "tests") == "x"
+    with pytest.raises(
+        InvalidTests, match=r"no 'tests', .* options.tests names; it has 'a', 'test'"
+    ):
+        styles.get_tests({"a": 1, "test": "x"}, "tests")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import load_accelerators, match_kind
 from meshrl.common.hardware.gpus.devices import Device
-from meshrl.common.hardware.gpus.visible import BY_BUS, visible, why_none
-from meshrl.common.hardware.profiles import declared, kind_of
-from meshrl.common.job.pace import PROFILES, TRAINING_PROFILES
+from meshrl.common.hardware.gpus.visibility import BY_BUS, explain_no_devices, select_visible
+from meshrl.common.job.emulation import ENGINE_PROFILES, TRAINING_PROFILES
 
 KINDS = ("A800", "A100", "H100", "H200", "A40", "V100", "L40S", "T4", "CPU")
 A, B, C, D = (f"GPU-{letter}{'1' * 7}-0000-0000-0000-000000000000" for letter in "abcd")
@@ -30,8 +30,8 @@ SLICED = [
 
 def test_declared_kinds_come_along_and_a_faster_link_never_leaves_the_host() -> None:
     assert (files("meshrl.common.hardware") / "accelerators.toml").is_file()
-    assert tuple(declared()) == KINDS
-    for one in declared().values():
+    assert tuple(load_accelerators()) == KINDS
+    for one in load_accelerators().values():
         assert one.network_bytes_per_s < one.link_bytes_per_s <= one.memory_bytes_per_s
 
 
@@ -48,20 +48,22 @@ def test_declared_kinds_come_along_and_a_faster_link_never_leaves_the_host() -> 
     ],
 )
 def test_the_name_of_a_driver_tells_the_kind(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert match_kind(name) == kind
 
 
 def test_paces_are_those_of_the_declared_kinds() -> None:
-    assert PROFILES["a100-7b"].decode_s == pytest.approx(2 * 7.6e9 / (2.04e12 * 0.85))
-    assert PROFILES["h100-7b"].plateau == round(989e12 * 0.55 / (3.35e12 * 0.85))
-    assert PROFILES["l40s-7b"].prefill_tokens_per_s == pytest.approx(362e12 * 0.55 / (2 * 7.6e9))
+    assert ENGINE_PROFILES["a100-7b"].decode_step_s == pytest.approx(2 * 7.6e9 / (2.04e12 * 0.85))
+    assert ENGINE_PROFILES["h100-7b"].plateau_batch == round(989e12 * 0.55 / (3.35e12 * 0.85))
+    assert ENGINE_PROFILES["l40s-7b"].prefill_tokens_per_s == pytest.approx(
+        362e12 * 0.55 / (2 * 7.6e9)
+    )
     trains = TRAINING_PROFILES["a100-14b"]
     assert trains.tokens_per_s == pytest.approx(312e12 * 0.4 / (6 * 14.8e9))
     assert trains.update_s == pytest.approx(28 * 14.8e9 / (2.04e12 * 0.85))
 
 
 def named(devices: list[Device], **environment: str) -> list[str]:
-    return [device.uuid for device in visible(devices, environment)]
+    return [device.uuid for device in select_visible(devices, environment)]
 
 
 @pytest.mark.parametrize(
@@ -184,12 +186,12 @@ def test_a_lost_gpu_is_left_out_and_refused_where_it_is_named() -> None:
 
 
 def test_none_at_all_says_what_was_looked_for() -> None:
-    assert why_none([], {}) == "the driver lists 0 GPUs"
+    assert explain_no_devices([], {}) == "the driver lists 0 GPUs"
     hidden = {"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "none"}
-    said = why_none(ALIKE, hidden)
+    said = explain_no_devices(ALIKE, hidden)
     assert said.startswith("the driver lists 4 GPUs (CUDA_VISIBLE_DEVICES=''; NVIDIA_")
     bare = [Device(A, H100, 80, 0, sliced=True)]
-    assert visible(bare, {}) == []
-    assert "in MIG mode without an instance: cuda:0 NVIDIA H100" in why_none(bare, {})
+    assert select_visible(bare, {}) == []
+    assert "in MIG mode without an instance: cuda:0 NVIDIA H100" in explain_no_devices(bare, {})
     lost = [Device("", "NVIDIA GPU", 0, 0, lost="GPU is lost")]
-    assert "lost: cuda:0 NVIDIA GPU: GPU is lost" in why_none(lost, {})
+    assert "lost: cuda:0 NVIDIA GPU: GPU is lost" in explain_no_devices(lost, {})

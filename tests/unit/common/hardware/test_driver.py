@@ -20,15 +20,15 @@ pytestmark = pytest.mark.needs("compiler")
 LOOK = """
 import json, sys
 from dataclasses import asdict
-from meshrl.common.hardware.gpus import driver
-with driver.opened() as opened:
-    devices = opened.devices()
-    said = {d.label: opened.reading(d).document() for d in devices if d.uuid}
+from meshrl.common.hardware.gpus import nvml
+with nvml.open_driver() as opened:
+    devices = opened.list_devices()
+    said = {d.label: opened.read(d).to_document() for d in devices if d.uuid}
     print(json.dumps({
         "devices": [asdict(d) for d in devices],
         "readings": said,
         "memory": {
-            d.uuid: m and asdict(m) for d in devices if d.uuid for m in [opened.memory(d.uuid)]
+            d.uuid: m and asdict(m) for d in devices if d.uuid for m in [opened.read_memory(d.uuid)]
         },
     }))
 assert "torch" not in sys.modules
@@ -76,14 +76,14 @@ def test_gpus_and_instances_are_told_with_what_holds_of_each(gpus: Gpus) -> None
         "total": 10 * GIB,
         "power_w": 70.0,
     }
-    assert told["memory"][A]["free"] == 70 * GIB and told["memory"][B] is None
-    assert told["memory"][A]["holders"] == [
+    assert told["memory"][A]["free_bytes"] == 70 * GIB and told["memory"][B] is None
+    assert told["memory"][A]["processes"] == [
         {
             "pid": os.getpid(),
-            "bytes": 6 * GIB,
+            "used_bytes": 6 * GIB,
             "name": Path("/proc/self/cmdline").read_text().split("\0")[0],
         },
-        {"pid": NOBODY, "bytes": None, "name": ""},
+        {"pid": NOBODY, "used_bytes": None, "name": ""},
     ]
 
 
@@ -101,8 +101,8 @@ def test_errors_are_told_once_with_their_number(gpus: Gpus) -> None:
     gpus.xid(A, 79)
     code = """
 import os
-from meshrl.common.hardware.gpus import driver
-with driver.opened() as opened, opened.errors(opened.devices()) as news:
+from meshrl.common.hardware.gpus import nvml
+with nvml.open_driver() as opened, opened.watch_errors(opened.list_devices()) as news:
     print(news(), news())
     open(os.environ["NVML_TABLE"], "a").write("xid|%s|48\\n")
     print(news(), news())
@@ -120,11 +120,11 @@ def test_a_driver_that_does_not_answer_says_why(gpus: Gpus, code: int, why: str)
 
 
 NO_DRIVER = """
-from meshrl.common.hardware.gpus import driver
+from meshrl.common.hardware.gpus import nvml
 try:
-    with driver.opened():
+    with nvml.open_driver():
         raise SystemExit("it answers")
-except driver.NoDriver as error:
+except nvml.NoDriver as error:
     print(error)
 """
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.base.errors import Damaged
+from meshrl.common.base.errors import CorruptData
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.changing import (
-    NOT_ACROSS_ZERO,
+from meshrl.common.job.change_rules import (
     RULES,
-    as_it_was,
-    changed,
-    differences,
-    in_force,
-    refusal,
-    rule_of,
+    ZERO_SWITCH_REASONS,
+    apply_changes,
+    diff_documents,
+    explain_rejected_change,
+    find_rule,
+    restore_recorded,
+    select_recorded,
 )
 from meshrl.common.job.config import (
     BudgetConfig,
@@ -32,11 +32,18 @@ from meshrl.common.job.config import (
     JobConfig,
     RewardConfig,
 )
-from meshrl.common.job.evaluation_plan import bracket, due, estimates, figures, mean, pass_at
-from meshrl.common.job.schema import JOB
+from meshrl.common.job.evaluation_plan import (
+    compute_figures,
+    compute_mean,
+    estimate_pass_at,
+    list_figures,
+    plan_boundary_evaluation,
+    plan_step_evaluation,
+)
+from meshrl.common.job.schema import JOB_SCHEMA
 
-KEYS = [key for key, kind in JOB.kinds.items() if not is_dataclass(kind)]
-TABLES = [key for key, kind in JOB.kinds.items() if is_dataclass(kind)]
+KEYS = [key for key, kind in JOB_SCHEMA.types_by_key.items() if not is_dataclass(kind)]
+TABLES = [key for key, kind in JOB_SCHEMA.types_by_key.items() if is_dataclass(kind)]
 PLANNED = JobConfig(
     dataset=DatasetConfig(held_out="held_out.jsonl"),
     reward=RewardConfig(use="m:f"),
@@ -53,11 +60,11 @@ def job_in(directory: Path) -> JobData:
     }.items():
         (directory / name).parent.mkdir(parents=True)
         (directory / name).write_text(content)
-    document = JobConfig(name="sum").document()
+    document = JobConfig(name="sum").to_document()
     document["dataset"]["train"] = "data/train.jsonl"
     document["model"]["tokenizer"] = "tokenizer/tokenizer.json"
-    document["bundle"] = {"dir": str(directory), "files": bundle_files.listed(directory)}
-    return JobData.of("sum", document, str(directory))
+    document["bundle"] = {"dir": str(directory), "files": bundle_files.list_files(directory)}
+    return JobData.from_document("sum", document, str(directory))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +75,8 @@ def test_a_file_that_is_not_what_was_packed_is_named(tmp_path: Path, name: str, 
     job = job_in(tmp_path)
 
     def read() -> None:
-        assert job.rows("train") == [{"prompt": "1"}]
-        assert job.modules.is_dir() and job.tokenizer.is_file()
+        assert job.read_rows("train") == [{"prompt": "1"}]
+        assert job.modules_dir.is_dir() and job.tokenizer_file.is_file()
 
     read()
     path = tmp_path / name
@@ -79,46 +86,48 @@ def test_a_file_that_is_not_what_was_packed_is_named(tmp_path: Path, name: str, 
         path.unlink()
     else:
         path.write_bytes(content if harm == "flipped" else b"")
-    with pytest.raises(Damaged, match=str(path)) as said:
+    with pytest.raises(CorruptData, match=str(path)) as said:
         read()
     assert "copy of the run" in said.value.fix
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_may_change_or_says_why_not(key: str) -> None:
-    rule = rule_of(key)
-    assert not (rule.fixed and rule.recorded)
-    assert rule.fixed == "" or rule.fixed[0].islower()
+    rule = find_rule(key)
+    assert not (rule.fixed_reason and rule.is_recorded)
+    assert rule.fixed_reason == "" or rule.fixed_reason[0].islower()
 
 
 def test_every_rule_is_of_a_key_or_table_that_there_is() -> None:
-    assert set(RULES) <= {*KEYS, *TABLES} and set(NOT_ACROSS_ZERO) <= set(KEYS)
+    assert set(RULES) <= {*KEYS, *TABLES} and set(ZERO_SWITCH_REASONS) <= set(KEYS)
 
 
 def test_what_may_change_is_recorded_where_a_replay_computes_with_it() -> None:
-    recorded = {key for key in KEYS if rule_of(key).recorded}
+    recorded = {key for key in KEYS if find_rule(key).is_recorded}
     assert {key for key in KEYS if key.startswith("optimizer.")} <= recorded
     assert {"budget.steps", "training.bin_tokens", "algorithm.mask_truncated"} <= recorded
-    assert set(in_force(JobConfig())) == recorded
+    assert set(select_recorded(JobConfig())) == recorded
 
 
 def test_a_job_is_made_again_as_it_was() -> None:
     was = JobConfig()
-    document = changed(was.document(), {"optimizer.adamw_lr": 0.5, "budget.steps": 9})
+    document = apply_changes(was.to_document(), {"optimizer.adamw_lr": 0.5, "budget.steps": 9})
     now = JobConfig.from_document(document)
-    assert as_it_was(now, in_force(was)) == was
-    assert as_it_was(now, {}) is now, "a record from before settings stood in records"
-    assert differences(was.document(), document) == {
+    assert restore_recorded(now, select_recorded(was)) == was
+    assert restore_recorded(now, {}) is now, "a record from before settings stood in records"
+    assert diff_documents(was.to_document(), document) == {
         "optimizer.adamw_lr": (0.001, 0.5),
         "budget.steps": (48, 9),
     }
 
 
 def test_some_values_may_change_but_not_from_or_to_zero() -> None:
-    assert refusal("optimizer.muon_lr", 0.003, 0.001) == ""
-    assert "AdamW" in refusal("optimizer.muon_lr", 0.003, 0.0)
-    assert "reference" in refusal("algorithm.kl_coefficient", 0.0, 0.1)
-    assert refusal("seed", 0, 1) and not refusal("training.checkpoint_every", 8, 2)
+    assert explain_rejected_change("optimizer.muon_lr", 0.003, 0.001) == ""
+    assert "AdamW" in explain_rejected_change("optimizer.muon_lr", 0.003, 0.0)
+    assert "reference" in explain_rejected_change("algorithm.kl_coefficient", 0.0, 0.1)
+    assert explain_rejected_change("seed", 0, 1) and not explain_rejected_change(
+        "training.checkpoint_every", 8, 2
+    )
 
 
 def test_the_document_has_the_same_table() -> None:
@@ -130,8 +139,10 @@ def test_the_document_has_the_same_table() -> None:
             said |= dict.fromkeys(re.findall(r"`([a-z_.]+)`", cells[1]), cells[2])
     assert set(said) == set(RULES)
     for key, rule in RULES.items():
-        expected = rule.fixed or ("at once" if not rule.recorded else "from the next step on")
-        assert said[key].startswith(("no: " if rule.fixed else "yes, ") + expected), key
+        expected = rule.fixed_reason or (
+            "at once" if not rule.is_recorded else "from the next step on"
+        )
+        assert said[key].startswith(("no: " if rule.fixed_reason else "yes, ") + expected), key
 
 
 @given(
@@ -142,7 +153,9 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_right_one(
 ) -> None:
     samples, right, k = case
     choices = list(combinations([i < right for i in range(samples)], k))
-    assert pass_at(k, samples, right) == pytest.approx(sum(map(any, choices)) / len(choices))
+    assert estimate_pass_at(k, samples, right) == pytest.approx(
+        sum(map(any, choices)) / len(choices)
+    )
 
 
 def test_the_estimate_does_not_depend_on_how_many_samples_there_are() -> None:
@@ -151,55 +164,65 @@ def test_the_estimate_does_not_depend_on_how_many_samples_there_are() -> None:
     for n in (2, 3, 6):
         outcomes = [[bool(bits >> i & 1) for i in range(n)] for bits in range(2**n)]
         expected = sum(
-            p ** sum(o) * (1 - p) ** (n - sum(o)) * pass_at(k, n, sum(o)) for o in outcomes
+            p ** sum(o) * (1 - p) ** (n - sum(o)) * estimate_pass_at(k, n, sum(o)) for o in outcomes
         )
         assert expected == pytest.approx(1 - (1 - p) ** k)
 
 
 def test_figures_are_of_the_samples_that_there_are() -> None:
     dataset = EvaluationDataset("sums", "x", samples=4, pass_at=[1, 4], solved=0.5)
-    found = estimates(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
+    found = compute_figures(dataset, [[1.0, 0.5, 0.0, 0.0], [0.25], []])
     assert found == pytest.approx(
         {"sums.mean": 1.75 / 5, "sums.pass@1": (0.5 + 0.0) / 2, "sums.pass@4": 1.0}
     )
-    assert estimates(dataset, [[], []]) == {}
+    assert compute_figures(dataset, [[], []]) == {}
 
 
 def test_a_reward_that_misses_a_threshold_by_rounding_reaches_it() -> None:
     dataset = EvaluationDataset("sums", "x", samples=1, pass_at=[1])
-    assert estimates(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
+    assert compute_figures(dataset, [[0.7 + 0.2 + 0.1]]) == pytest.approx(
         {"sums.mean": 1.0, "sums.pass@1": 1.0}
     )
-    assert estimates(dataset, [[0.999]])["sums.pass@1"] == 0.0
+    assert compute_figures(dataset, [[0.999]])["sums.pass@1"] == 0.0
 
 
 def test_a_mean_of_large_rewards_is_finite() -> None:
-    assert mean([1.7e308] * 4) == pytest.approx(1.7e308)
-    assert mean([0.7, 0.2, 0.1]) == pytest.approx(1 / 3)
+    assert compute_mean([1.7e308] * 4) == pytest.approx(1.7e308)
+    assert compute_mean([0.7, 0.2, 0.1]) == pytest.approx(1 / 3)
 
 
 def test_a_version_is_evaluated_every_so_many_steps_and_the_last_one_after_training() -> None:
-    asked = [version for version in range(13) if due(PLANNED, version)]
+    asked = [version for version in range(13) if plan_step_evaluation(PLANNED, version)]
     assert asked == [4, 8]
-    plan = due(PLANNED, 4)
-    assert plan is not None and (plan.tag, plan.version, plan.modes) == ("step-4", 4, ("sampled",))
-    last = bracket(PLANNED, "after", 12)
-    assert last is not None and last.modes == ("sampled", "greedy")
+    plan = plan_step_evaluation(PLANNED, 4)
+    assert plan is not None and (plan.tag, plan.version, plan.sampling_modes) == (
+        "step-4",
+        4,
+        ("sampled",),
+    )
+    last = plan_boundary_evaluation(PLANNED, "after", 12)
+    assert last is not None and last.sampling_modes == ("sampled", "greedy")
     greedy = replace(PLANNED, evaluation=EvaluationConfig(every=4, best="held_out.greedy"))
-    plan = due(greedy, 8)
-    assert plan is not None and plan.modes == ("sampled", "greedy")
+    plan = plan_step_evaluation(greedy, 8)
+    assert plan is not None and plan.sampling_modes == ("sampled", "greedy")
 
 
 def test_nothing_is_evaluated_without_rows_or_without_a_reward() -> None:
     for job in (replace(PLANNED, dataset=DatasetConfig()), replace(PLANNED, reward=RewardConfig())):
-        assert due(job, 4) is None and bracket(job, "before", 0) is None
+        assert (
+            plan_step_evaluation(job, 4) is None
+            and plan_boundary_evaluation(job, "before", 0) is None
+        )
     without = replace(PLANNED, evaluation=EvaluationConfig(every=0, before=False))
-    assert due(without, 4) is None and bracket(without, "before", 0) is None
+    assert (
+        plan_step_evaluation(without, 4) is None
+        and plan_boundary_evaluation(without, "before", 0) is None
+    )
 
 
 def test_figures_have_names() -> None:
     datasets = [EvaluationDataset("a", "x", samples=4, pass_at=[1, 4])]
-    assert figures(EvaluationConfig(datasets=datasets), held_out=True) == [
+    assert list_figures(EvaluationConfig(datasets=datasets), held_out=True) == [
         "held_out.sampled",
         "held_out.greedy",
         "a.mean",

@@ -18,11 +18,17 @@ from safetensors.torch import load_file, save_file
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.architectures import ARCHITECTURES
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files import checkpoint_files
-from meshrl.common.model.files.hf import save_model, state_to_hf
-from meshrl.common.model.files.rows import Beginning, Drawn, StoredRows, load_model, normal_rows
-from meshrl.common.model.files.safetensors_file import Unfinished
-from meshrl.common.model.network.decoder import Decoder, Layer
+from meshrl.common.model.files import weight_files
+from meshrl.common.model.files.hf_writer import save_model, state_to_hf
+from meshrl.common.model.files.initial_parameters import (
+    ParameterSource,
+    PretrainedParameters,
+    RandomParameters,
+    fill_normal_rows,
+    load_model,
+)
+from meshrl.common.model.files.safetensors_writer import SafetensorsWriter
+from meshrl.common.model.network.decoder import Decoder, DecoderLayer
 from tests.load import scaled
 
 CONFIG = ModelConfig(
@@ -71,14 +77,14 @@ MODELS = {"dense": DENSE, "mixture": MIXTURE, "normed": NORMED}
 PROGRAM = """
 import sys
 import torch
-from meshrl.common.model.files.storages import return_blocks
+from meshrl.common.model.files.tensor_storages import set_mmap_threshold
 
 def resident():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096
 
 if sys.argv[1] == "returned":
-    return_blocks(1 << 20)
+    set_mmap_threshold(1 << 20)
 blocks = [torch.ones(1 << 20) for _ in range(32)]
 before = resident()
 del blocks[::2]
@@ -95,7 +101,7 @@ def of(architecture: str) -> ModelConfig:
         qk_norm=architecture.startswith("qwen3"),
         attention_bias=architecture in ("qwen2", "qwen2_moe"),
         shared_ffn_size=10 * (architecture == "qwen2_moe"),
-        **(sparse if ARCHITECTURES[architecture].experts else {}),
+        **(sparse if ARCHITECTURES[architecture].experts_module else {}),
     )
 
 
@@ -111,7 +117,9 @@ def of(architecture: str) -> ModelConfig:
 def test_the_tensors_that_are_expected_are_those_that_a_model_has(config: ModelConfig) -> None:
     with torch.device("meta"):
         state = state_to_hf(config, Decoder(config).state_dict())
-    assert dict(checkpoint_files.expected(config)) == {n: tuple(t.shape) for n, t in state.items()}
+    assert dict(weight_files.iter_expected_tensors(config)) == {
+        n: tuple(t.shape) for n, t in state.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +144,14 @@ def shards(model: Path) -> list[Path]:
 
 def refusal(model: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        checkpoint_files.check(model, CONFIG)
+        weight_files.check_weights(model, CONFIG)
     assert str(model) in str(caught.value) and caught.value.fix
     return str(caught.value)
 
 
 def change(model: Path, name: str, tensor: torch.Tensor | None) -> None:
     """Puts another tensor, or none, in place of one."""
-    index = json.loads((model / checkpoint_files.INDEX).read_text())["weight_map"]
+    index = json.loads((model / weight_files.INDEX_FILE).read_text())["weight_map"]
     file = model / index[name]
     tensors = load_file(file)
     del tensors[name]
@@ -152,11 +160,11 @@ def change(model: Path, name: str, tensor: torch.Tensor | None) -> None:
 
 def test_a_whole_model_is_accepted_in_several_files_and_in_one(model: Path) -> None:
     assert len(shards(model)) > 2
-    checkpoint_files.check(model, CONFIG)
+    weight_files.check_weights(model, CONFIG)
     single = {name: tensor for file in shards(model) for name, tensor in load_file(file).items()}
-    save_file(single, model / checkpoint_files.SINGLE)
-    (model / checkpoint_files.INDEX).unlink()
-    checkpoint_files.check(model, CONFIG)
+    save_file(single, model / weight_files.SINGLE_FILE)
+    (model / weight_files.INDEX_FILE).unlink()
+    weight_files.check_weights(model, CONFIG)
 
 
 def test_a_download_that_was_cut_off_is_named_with_its_lengths(model: Path) -> None:
@@ -184,7 +192,7 @@ def test_a_pointer_of_git_lfs_is_named_as_one(model: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n"
     shards(model)[0].write_text(pointer)
     assert "pointer of Git LFS" in refusal(model) and "git lfs pull" in refusal(model)
-    (model / checkpoint_files.INDEX).write_text(pointer)
+    (model / weight_files.INDEX_FILE).write_text(pointer)
     assert "pointer of Git LFS" in refusal(model)
 
 
@@ -198,7 +206,7 @@ def test_what_is_no_safetensors_file_is_named(model: Path, content: bytes) -> No
 
 def test_an_index_that_is_none_is_named(model: Path) -> None:
     for content in ("{", "[]", '{"weight_map": 3}', "{}"):
-        (model / checkpoint_files.INDEX).write_text(content)
+        (model / weight_files.INDEX_FILE).write_text(content)
         assert "index" in refusal(model)
 
 
@@ -210,7 +218,7 @@ def test_tensors_are_there_in_their_shape_and_in_a_type_that_is_trained(model: P
     change(model, NAME, torch.zeros(8, 12).to(torch.float8_e4m3fn))
     assert "F8_E4M3" in refusal(model)
     change(model, NAME, torch.zeros(8, 12, dtype=torch.bfloat16))
-    checkpoint_files.check(model, CONFIG)
+    weight_files.check_weights(model, CONFIG)
     change(model, NAME, None)
     assert f"tensor {NAME} is missing" in refusal(model)
 
@@ -224,7 +232,7 @@ def add(model: Path, name: str) -> None:
 def test_a_tensor_that_no_part_of_the_model_uses_is_refused(model: Path) -> None:
     add(model, "model.layers.0.self_attn.rotary_emb.inv_freq")
     add(model, "model.embeddings.position_ids")
-    checkpoint_files.check(model, CONFIG)
+    weight_files.check_weights(model, CONFIG)
     whole = shards(model)[0].read_bytes()
     for name in (
         f"model.layers.{CONFIG.layers}.input_layernorm.weight",
@@ -252,28 +260,28 @@ def test_a_weight_that_is_no_number_is_found_in_every_type(
     weights = torch.tensor([[0.0, -largest], [torch.finfo(dtype).tiny, largest]], dtype=dtype)
     file = tmp_path / "model.safetensors"
     save_file({"odd": torch.ones(3, dtype=torch.int8), NAME: weights}, file)
-    checkpoint_files.check_finite(tmp_path)
+    weight_files.check_finite(tmp_path)
     for number in (float("nan"), float("inf"), -float("inf")):
         weights[1, 0] = number
         save_file({"odd": torch.ones(3, dtype=torch.int8), NAME: weights}, file)
         with pytest.raises(ConfigError, match=f"tensor {NAME} has 1 of 4 weights"):
-            checkpoint_files.check_finite(tmp_path)
+            weight_files.check_finite(tmp_path)
 
 
 def test_its_bytes_are_those_of_safetensors(tmp_path: Path) -> None:
     whole = {name: tensor.contiguous() for name, tensor in TENSORS.items()}
     save_file(whole, tmp_path / "theirs", metadata={"format": "pt"})
-    file = Unfinished(tmp_path / "ours", {name: t.to("meta") for name, t in TENSORS.items()})
+    file = SafetensorsWriter(tmp_path / "ours", {name: t.to("meta") for name, t in TENSORS.items()})
     for name, tensor in reversed(TENSORS.items()):
         assert not (tmp_path / "ours").exists()
-        file.put(name, tensor)
+        file.write_tensor(name, tensor)
     file.finish()
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_it_does_not_appear_without_all_of_them(tmp_path: Path) -> None:
-    file = Unfinished(tmp_path / "ours", TENSORS)
-    file.put("a", TENSORS["a"])
+    file = SafetensorsWriter(tmp_path / "ours", TENSORS)
+    file.write_tensor("a", TENSORS["a"])
     with pytest.raises(ValueError, match="b was not written"):
         file.finish()
     assert not (tmp_path / "ours").exists()
@@ -287,7 +295,7 @@ def drawn_whole(config: ModelConfig) -> Decoder:
     return model
 
 
-def in_rows(model: Decoder, beginning: Beginning, rank: int, ranks: int) -> dict[str, Any]:
+def in_rows(model: Decoder, beginning: ParameterSource, rank: int, ranks: int) -> dict[str, Any]:
     """What one of several ranks gets of each parameter."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -295,7 +303,7 @@ def in_rows(model: Decoder, beginning: Beginning, rank: int, ranks: int) -> dict
         each = -(-total // ranks)
         first = min(rank * each, total)
         into = torch.full((min(first + each, total) - first, *parameter.shape[1:]), torch.nan)
-        beginning.fill(name, parameter.shape, first, into)
+        beginning.fill_rows(name, parameter.shape, first, into)
         found[name] = into
     return found
 
@@ -315,7 +323,7 @@ def test_blocks_are_drawn_as_the_whole_is(shape: tuple[int, ...], block: int) ->
     for first in range(shape[0]):
         other.manual_seed(3)
         into = torch.empty(shape[0] - first, *shape[1:])
-        normal_rows(torch.Size(shape), 0.7, other, first, into, block)
+        fill_normal_rows(torch.Size(shape), 0.7, other, first, into, block)
         assert torch.equal(into, whole[first:])
     assert torch.equal(one.get_state(), other.get_state())  # the next parameter is right, too
 
@@ -325,7 +333,9 @@ def test_blocks_are_drawn_as_the_whole_is(shape: tuple[int, ...], block: int) ->
 def test_a_fresh_model_in_rows_is_the_whole_one(kind: str, ranks: int) -> None:
     config = ModelConfig.from_hf(MODELS[kind])
     model = drawn_whole(config)
-    assert_whole(model, [in_rows(model, Drawn(config, 11), r, ranks) for r in range(ranks)])
+    assert_whole(
+        model, [in_rows(model, RandomParameters(config, 11), r, ranks) for r in range(ranks)]
+    )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -336,7 +346,7 @@ def test_rows_of_a_directory_are_those_of_the_model_that_it_holds(
     config = ModelConfig.from_hf(MODELS[kind])
     save_model(tmp_path, config, drawn_whole(config).state_dict(), shard_bytes=shard_bytes)
     config, model = load_model(tmp_path)
-    beginning = StoredRows(tmp_path, config)
+    beginning = PretrainedParameters(tmp_path, config)
     assert_whole(model, [in_rows(model, beginning, rank, 3) for rank in range(3)])
 
 
@@ -344,15 +354,15 @@ def test_weights_that_are_none_and_tensors_of_another_shape_are_named(tmp_path: 
     config = ModelConfig.from_hf(DENSE)
     model = drawn_whole(config)
     with torch.no_grad():
-        cast(Layer, model.layers[1]).down[20, 3] = torch.nan
+        cast(DecoderLayer, model.layers[1]).down[20, 3] = torch.nan
     save_model(tmp_path, config, model.state_dict())
-    beginning = StoredRows(tmp_path, config)
+    beginning = PretrainedParameters(tmp_path, config)
     assert in_rows(model, beginning, 0, 2)  # whose rows are well
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.down_proj\.weight has 1 of"):
         in_rows(model, beginning, 1, 2)
     other = ModelConfig.from_hf(DENSE | {"intermediate_size": 48})
     with pytest.raises(ConfigError, match=r"is \[40, 24\], not \[48, 24\]"):
-        StoredRows(tmp_path, other)
+        PretrainedParameters(tmp_path, other)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="the model cannot be read: OSError"):
         in_rows(model, beginning, 0, 2)

@@ -11,8 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.model.chat.chat import Chat, format_of
-from meshrl.common.model.chat.messages import ROLES, BadMessages, conversation_of, message_of
+from meshrl.common.model.chat.chat_format import ChatFormat, detect_format
+from meshrl.common.model.chat.messages import (
+    ROLES,
+    InvalidMessages,
+    parse_conversation,
+    parse_message,
+)
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -143,8 +148,8 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def chat(tokenizer: Tokenizer) -> Chat:
-    return Chat.load("qwen3", {}, tokenizer)
+def chat(tokenizer: Tokenizer) -> ChatFormat:
+    return ChatFormat.load("qwen3", {}, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +186,14 @@ relaxed = settings(max_examples=100, suppress_health_check=[HealthCheck.function
 @relaxed
 @given(opening=words, rounds=st.lists(st.tuples(turns, answers), min_size=1, max_size=6))
 def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
-    chat: Chat, tokenizer: Tokenizer, opening: str, rounds: list[tuple[list[int], Any]]
+    chat: ChatFormat, tokenizer: Tokenizer, opening: str, rounds: list[tuple[list[int], Any]]
 ) -> None:
-    conversation = chat.begin([{"role": "user", "content": opening}], [TOOL])
+    conversation = chat.start_conversation([{"role": "user", "content": opening}], [TOOL])
     for sampled, messages in rounds:
         before = list(conversation.ids)
-        conversation.sampled(sampled)
+        conversation.append_turn(sampled)
         assert conversation.ids == before + sampled
-        added = conversation.extend(messages)
+        added = conversation.append_messages(messages)
         assert conversation.ids == before + sampled + added
         said = tokenizer.decode(added)
         assert all(m["content"] in said for m in messages)
@@ -203,20 +208,22 @@ def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
 def test_ids_only_grow_in_other_formats_too(
     tokenizer: Tokenizer, name: str, options: dict[str, Any], rounds: list[tuple[list[int], Any]]
 ) -> None:
-    conversation = Chat.load(name, options, tokenizer).begin([{"role": "user", "content": "go"}])
+    conversation = ChatFormat.load(name, options, tokenizer).start_conversation(
+        [{"role": "user", "content": "go"}]
+    )
     for sampled, messages in rounds:
         before = list(conversation.ids)
-        conversation.sampled(sampled)
-        added = conversation.extend(messages)
+        conversation.append_turn(sampled)
+        added = conversation.append_messages(messages)
         assert conversation.ids == before + sampled + added and added
 
 
 def test_a_turn_that_was_cut_short_is_closed_before_the_next(
-    chat: Chat, tokenizer: Tokenizer
+    chat: ChatFormat, tokenizer: Tokenizer
 ) -> None:
-    conversation = chat.begin([{"role": "user", "content": "go"}])
-    conversation.sampled(tokenizer.encode("the sum"))
-    added = conversation.extend([{"role": "user", "content": "on"}])
+    conversation = chat.start_conversation([{"role": "user", "content": "go"}])
+    conversation.append_turn(tokenizer.encode("the sum"))
+    added = conversation.append_messages([{"role": "user", "content": "on"}])
     assert tokenizer.decode(added) == (
         "<|im_end|>\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -230,7 +237,7 @@ def test_a_turn_that_was_cut_short_is_closed_before_the_next(
     rounds=st.lists(st.tuples(words, answers), max_size=4),
 )
 def test_well_formed_conversations_are_what_the_template_makes_of_them(
-    chat: Chat,
+    chat: ChatFormat,
     tokenizer: Tokenizer,
     template: PreTrainedTokenizerFast,
     system: str | None,
@@ -241,10 +248,10 @@ def test_well_formed_conversations_are_what_the_template_makes_of_them(
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": opening})
     specs: list[Any] = [TOOL] if tools else []
-    conversation = chat.begin(messages, specs)
+    conversation = chat.start_conversation(messages, specs)
     for said, answered in rounds:
-        conversation.sampled(tokenizer.encode(said + "<|im_end|>"))
-        conversation.extend(answered)
+        conversation.append_turn(tokenizer.encode(said + "<|im_end|>"))
+        conversation.append_messages(answered)
         messages = [*messages, {"role": "assistant", "content": said}, *answered]
     wanted = template.apply_chat_template(
         messages, tools=specs or None, add_generation_prompt=True, tokenize=False
@@ -253,12 +260,14 @@ def test_well_formed_conversations_are_what_the_template_makes_of_them(
     assert conversation.ids == template(wanted, add_special_tokens=False)["input_ids"]
 
 
-def test_calls_are_parsed_each_with_what_is_wrong_with_it(chat: Chat, tokenizer: Tokenizer) -> None:
-    conversation = chat.begin([{"role": "user", "content": "go"}], [TOOL])
+def test_calls_are_parsed_each_with_what_is_wrong_with_it(
+    chat: ChatFormat, tokenizer: Tokenizer
+) -> None:
+    conversation = chat.start_conversation([{"role": "user", "content": "go"}], [TOOL])
     good = json.dumps({"name": "add", "arguments": {"a": 1}})
     texts = (good, "{not json", '{"arguments": {}}', '{"name": 5, "arguments": []}', good)
     said = "<think>\nhm\n</think>\n\nso" + "".join(f"<tool_call>\n{t}\n</tool_call>" for t in texts)
-    reply = conversation.sampled(tokenizer.encode(said + "<tool_call>{"))
+    reply = conversation.append_turn(tokenizer.encode(said + "<tool_call>{"))
     assert reply.reasoning == "hm" and reply.content == "so"
     assert [c.problem for c in reply.calls] == [
         "",
@@ -273,15 +282,15 @@ def test_calls_are_parsed_each_with_what_is_wrong_with_it(chat: Chat, tokenizer:
 
 
 def test_a_format_that_does_not_fit_is_refused_with_what_would(
-    chat: Chat, tokenizer: Tokenizer
+    chat: ChatFormat, tokenizer: Tokenizer
 ) -> None:
     assert chat.stop_tokens == ["<|im_end|>", "<|endoftext|>"]
     with pytest.raises(ConfigError, match=r"no chat format 'qwen33'.*known are.*qwen3"):
-        Chat.load("qwen33", {}, tokenizer)
+        ChatFormat.load("qwen33", {}, tokenizer)
     with pytest.raises(ConfigError, match=r"'gpt-oss'"):
-        Chat.load("gpt-oss", {}, tokenizer)
+        ChatFormat.load("gpt-oss", {}, tokenizer)
     with pytest.raises(ConfigError, match="enable_thoughts"):
-        Chat.load("qwen3", {"enable_thoughts": True}, tokenizer)
+        ChatFormat.load("qwen3", {"enable_thoughts": True}, tokenizer)
 
 
 def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) -> None:
@@ -289,16 +298,16 @@ def test_the_format_of_a_published_model_is_known_by_its_name(tmp_path: Path) ->
 
     published = renderers.base.MODEL_RENDERER_MAP
     for name in ("Qwen/Qwen3-8B", "zai-org/GLM-4.5-Air"):
-        assert format_of(tmp_path / name) == published[name]
+        assert detect_format(tmp_path / name) == published[name]
         cached = tmp_path / f"models--{name.replace('/', '--')}/snapshots/abc"
-        assert format_of(cached) == published[name]
+        assert detect_format(cached) == published[name]
     (tmp_path / "config.json").write_text('{"_name_or_path": "Qwen/Qwen3.5-4B"}')
-    assert format_of(tmp_path) == "qwen3.5"
+    assert detect_format(tmp_path) == "qwen3.5"
     with pytest.raises(ConfigError, match=r"name it in environment\.chat"):
-        format_of(tmp_path / "mine")
+        detect_format(tmp_path / "mine")
 
 
-def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: Chat) -> None:
+def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: ChatFormat) -> None:
     tagged = json.dumps({"name": "add", "arguments": {"a": "</tool_call> and <tool_call>"}})
     for body, arguments, problem in (
         (tagged, {"a": "</tool_call> and <tool_call>"}, ""),
@@ -306,9 +315,9 @@ def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: 
         ('{"name": "add", "arguments": {"a": NaN}}', {"a": ...}, "not finite"),
         ('{"name": "add", "arguments": {"a": 1e999}}', {"a": ...}, "not finite"),
     ):
-        conversation = chat.begin([{"role": "user", "content": "hi"}], [TOOL])
+        conversation = chat.start_conversation([{"role": "user", "content": "hi"}], [TOOL])
         text = f"So.\n<tool_call>\n{body}\n</tool_call><|im_end|>"
-        reply = conversation.sampled(chat.tokenizer.encode(text))
+        reply = conversation.append_turn(chat.tokenizer.encode(text))
         assert reply.content == "So." and len(reply.calls) == 1
         (call,) = reply.calls
         assert (
@@ -320,7 +329,7 @@ def test_calls_with_tags_in_strings_no_arguments_or_numbers_that_are_none(chat: 
 
 def test_messages_are_taken_without_what_stands_for_nothing() -> None:
     for value, expected in TAKEN:
-        found = conversation_of(value, ROLES)
+        found = parse_conversation(value, ROLES)
         assert len(found) == len(expected), value
         for message, part in zip(found, expected, strict=True):
             assert message | part == message, value
@@ -329,12 +338,14 @@ def test_messages_are_taken_without_what_stands_for_nothing() -> None:
 
 def test_messages_that_no_format_takes_are_each_told_in_a_sentence_of_their_own() -> None:
     for value, says in REFUSED:
-        with pytest.raises(BadMessages) as caught:
-            conversation_of(value, ROLES)
+        with pytest.raises(InvalidMessages) as caught:
+            parse_conversation(value, ROLES)
         assert says in str(caught.value), value
 
 
 def test_an_environment_may_name_a_role_of_its_format() -> None:
-    assert conversation_of([{"role": "ipython", "content": "3"}])[0]["role"] == "ipython"
-    with pytest.raises(BadMessages, match="the answer has the role 'user'; known are assistant"):
-        message_of(USER, "the answer", ("assistant",))
+    assert parse_conversation([{"role": "ipython", "content": "3"}])[0]["role"] == "ipython"
+    with pytest.raises(
+        InvalidMessages, match="the answer has the role 'user'; known are assistant"
+    ):
+        parse_message(USER, "the answer", ("assistant",))

@@ -13,11 +13,11 @@ import pytest
 import torch
 import xxhash
 
-from meshrl.common.base.experts import UNKNOWN
+from meshrl.common.base.expert_routing import UNKNOWN_EXPERT
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.network.decoder import Decoder, SparseLayer
-from meshrl.common.model.network.moe import Experts, Routing, balance
-from meshrl.common.model.network.pointwise import Plain
+from meshrl.common.model.network.decoder import Decoder, MoeDecoderLayer
+from meshrl.common.model.network.moe import MixtureOfExperts, Routing, compute_balance_loss
+from meshrl.common.model.network.pointwise import TorchPointwise
 from meshrl.kernels.ops.varlen import VarlenAttention
 from tests.attention import causal_attention
 from tests.load import scaled
@@ -61,7 +61,7 @@ def test_hidden_states_take_any_leading_shape() -> None:
     tokens = torch.arange(12).view(2, 6)
     hidden = decoder(tokens, torch.arange(6).expand(2, 6), causal_attention)
     assert hidden.shape == (2, 6, 96)
-    assert decoder.logits(hidden).shape == (2, 6, 64)
+    assert decoder.compute_logits(hidden).shape == (2, 6, 64)
 
 
 def test_a_position_past_the_table_is_an_error() -> None:
@@ -70,14 +70,14 @@ def test_a_position_past_the_table_is_an_error() -> None:
         decoder(torch.zeros(1, 1, dtype=torch.long), torch.tensor([[8]]), causal_attention)
 
 
-class Counting(Plain):
+class Counting(TorchPointwise):
     """Notes which operators were asked for."""
 
     def __init__(self) -> None:
         self.asked: Counter[str] = Counter()
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("normed", "swiglu", "heads"):
+        if name in ("rms_norm", "swiglu", "split_norm_rotate_heads"):
             self.asked[name] += 1
         return super().__getattribute__(name)
 
@@ -96,11 +96,11 @@ def test_all_parts_compute_with_the_operators_they_are_given(experts: int) -> No
     decoder = Decoder(config)
     decoder.initialise(torch.Generator().manual_seed(5))
     counting = Counting()
-    decoder.use(counting)
+    decoder.set_pointwise(counting)
     decoder(torch.arange(6)[None], torch.arange(6)[None], causal_attention)
-    assert counting.asked["heads"] == config.layers
+    assert counting.asked["split_norm_rotate_heads"] == config.layers
     assert counting.asked["swiglu"] >= config.layers
-    assert counting.asked["normed"] == 2 * config.layers + 1
+    assert counting.asked["rms_norm"] == 2 * config.layers + 1
 
 
 def tiny_decoder(seed: int = 0) -> Decoder:
@@ -114,7 +114,7 @@ def packed_logits(decoder: Decoder, sequences: list[torch.Tensor]) -> torch.Tens
     starts = np.cumsum([0, *lengths], dtype=np.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
     attention = VarlenAttention(starts, sum(lengths), torch.device("cpu"))
-    return decoder.logits(decoder(torch.cat(sequences), positions, attention))
+    return decoder.compute_logits(decoder(torch.cat(sequences), positions, attention))
 
 
 def some_tokens(*lengths: int, seed: int = 1) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ def test_a_packed_sequence_has_the_logits_it_has_alone() -> None:
         packed = packed_logits(decoder, sequences).split([len(s) for s in sequences])
         for tokens, logits in zip(sequences, packed, strict=True):
             alone = decoder(tokens[None], torch.arange(len(tokens))[None], causal_attention)
-            torch.testing.assert_close(logits, decoder.logits(alone)[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(logits, decoder.compute_logits(alone)[0], atol=1e-5, rtol=0)
 
 
 def test_padding_behind_a_row_does_not_change_it() -> None:
@@ -189,8 +189,8 @@ def built(config: ModelConfig = MOE, dtype: torch.dtype = torch.float32, seed: i
     return decoder
 
 
-def experts_of(decoder: Decoder, layer: int = 0) -> Experts:
-    return cast(SparseLayer, decoder.layers[layer]).experts
+def experts_of(decoder: Decoder, layer: int = 0) -> MixtureOfExperts:
+    return cast(MoeDecoderLayer, decoder.layers[layer]).experts
 
 
 def tokens_of(n: int, seed: int = 1) -> torch.Tensor:
@@ -208,7 +208,7 @@ def run(
     return decoder(tokens, positions, causal_attention, experts, routing), routing
 
 
-def plainly(block: Experts, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+def plainly(block: MixtureOfExperts, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """Token by token, choice by choice."""
     rows = []
     for token, experts in zip(x, chosen, strict=True):
@@ -268,7 +268,7 @@ def test_routing_that_is_given_is_taken_and_told() -> None:
     decoder, tokens = built(), tokens_of(20)
     given = torch.randint(6, (1, 20, 2, 1), dtype=torch.int16)
     given = torch.cat((given, (given + 1) % 6), -1)
-    given[0, 3] = UNKNOWN
+    given[0, 3] = UNKNOWN_EXPERT
     free, first = run(decoder, tokens)
     bound, second = run(decoder, tokens, given)
     known = torch.arange(20) != 3
@@ -285,7 +285,7 @@ def test_routing_that_is_given_is_taken_and_told() -> None:
 def test_nothing_given_is_the_routers_own_way() -> None:
     decoder, tokens = built(), tokens_of(20)
     free, _ = run(decoder, tokens)
-    unknown, _ = run(decoder, tokens, torch.full((1, 20, 2, 2), UNKNOWN))
+    unknown, _ = run(decoder, tokens, torch.full((1, 20, 2, 2), UNKNOWN_EXPERT))
     assert torch.equal(free, unknown)
 
 
@@ -293,7 +293,7 @@ def test_a_router_learns_from_tokens_whose_experts_are_given() -> None:
     decoder, tokens = built(), tokens_of(20)
     given = torch.tensor([0, 3]).expand(1, 20, 2, 2)
     hidden, _ = run(decoder, tokens, given)
-    decoder.logits(hidden).square().sum().backward()
+    decoder.compute_logits(hidden).square().sum().backward()
     gradient = experts_of(decoder).router.grad
     assert gradient is not None
     assert gradient[[0, 3]].abs().min() > 1e-4 and gradient[[1, 2, 4, 5]].abs().max() < 1e-6
@@ -310,7 +310,7 @@ def test_the_balance_is_that_of_transformers_times_the_tokens(counted: list[bool
     _, routed = block(x)
     mask = torch.tensor(counted or [True] * 50)
     theirs = load_balancing_loss_func((logits,), 6, 2, mask[None].long())
-    ours = balance(logits.softmax(-1), routed.experts, mask)
+    ours = compute_balance_loss(logits.softmax(-1), routed.experts, mask)
     torch.testing.assert_close(ours, theirs * mask.sum())
 
 
@@ -318,18 +318,18 @@ def test_the_balance_of_a_pass_is_its_layers_mean_by_the_coefficient() -> None:
     decoder, tokens = built(), tokens_of(30)
     mask = torch.arange(30)[None] >= 10
     _, routing = run(decoder, tokens, counted=mask)
-    assert routing.balance is not None and routing.experts is not None
+    assert routing.balance_loss is not None and routing.experts is not None
     losses = []
     for index, layer in ((0, 0), (2, 1)):
         x = seen_by(decoder, tokens, index)
         probabilities = (x @ experts_of(decoder, index).router.T).softmax(-1)[0]
-        losses.append(balance(probabilities, routing.experts[0, :, layer], mask[0]))
-    torch.testing.assert_close(routing.balance, 0.01 * (losses[0] + losses[1]) / 2)
-    routing.balance.backward()
+        losses.append(compute_balance_loss(probabilities, routing.experts[0, :, layer], mask[0]))
+    torch.testing.assert_close(routing.balance_loss, 0.01 * (losses[0] + losses[1]) / 2)
+    routing.balance_loss.backward()
     gradient = experts_of(decoder).router.grad
     assert gradient is not None and gradient.abs().max() > 0
     _, uncounted = run(decoder, tokens)
-    assert uncounted.balance is not None and uncounted.balance.item() == 0
+    assert uncounted.balance_loss is not None and uncounted.balance_loss.item() == 0
 
 
 def seen_by(decoder: Decoder, tokens: torch.Tensor, index: int) -> torch.Tensor:
@@ -347,16 +347,16 @@ def test_perfect_balance_is_k_a_token() -> None:
     even = torch.full((12, 6), 1 / 6)
     chosen = torch.tensor([[i % 6, (i + 3) % 6] for i in range(12)])
     everywhere = torch.ones(12, dtype=torch.bool)
-    assert balance(even, chosen, everywhere).item() == pytest.approx(2 * 12)
+    assert compute_balance_loss(even, chosen, everywhere).item() == pytest.approx(2 * 12)
     skewed = torch.tensor([0.5, 0.3, 0.05, 0.05, 0.05, 0.05]).expand(12, 6)
-    worse = balance(skewed, torch.tensor([[0, 1]] * 12), everywhere)
+    worse = compute_balance_loss(skewed, torch.tensor([[0, 1]] * 12), everywhere)
     assert worse.item() > 2 * 2 * 12
 
 
 def test_a_dense_decoder_has_no_routing() -> None:
     dense = replace(MOE, experts=0, experts_per_token=0, dense_layers=(), architecture="qwen3")
     _, routing = run(built(dense), tokens_of(5), counted=torch.ones(1, 5, dtype=torch.bool))
-    assert routing.experts is None and routing.balance is None
+    assert routing.experts is None and routing.balance_loss is None
 
 
 def test_checkpointed_layers_give_the_same_gradients() -> None:
@@ -370,11 +370,11 @@ def test_checkpointed_layers_give_the_same_gradients() -> None:
         decoder = built()
         if checkpointed:
             apply_activation_checkpointing(
-                decoder, check_fn=lambda module: isinstance(module, SparseLayer)
+                decoder, check_fn=lambda module: isinstance(module, MoeDecoderLayer)
             )
         hidden, routing = run(decoder, tokens, counted=mask)
-        assert routing.balance is not None
-        (decoder.logits(hidden).square().sum() + routing.balance).backward()
+        assert routing.balance_loss is not None
+        (decoder.compute_logits(hidden).square().sum() + routing.balance_loss).backward()
         gradients.append([p.grad for p in decoder.parameters()])
     for plain, again in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, again)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.architectures import ARCHITECTURES
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.checkpoint import load_config
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.initial_parameters import load_model
+from meshrl.common.model.files.model_directory import load_config
 from meshrl.common.model.network.decoder import Decoder
 
 pytestmark = pytest.mark.group("transformers")  # which one worker imports for all
@@ -81,7 +81,7 @@ def test_its_size_is_that_of_the_decoder_which_it_describes(keys: dict[str, Any]
     config = replace(of("llama"), **keys)
     with torch.device("meta"):
         made = sum(parameter.numel() for parameter in Decoder(config).parameters())
-    assert config.parameters == made
+    assert config.num_parameters == made
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_windows_slide_in_the_layers_that_the_architecture_says(
 ) -> None:
     config = of(architecture, use_sliding_window=True, sliding_window=8, **keys)
     assert config.sliding_layers == layers
-    assert [config.window(i) for i in range(4)] == [8 * (i in layers) for i in range(4)]
+    assert [config.get_window_tokens(i) for i in range(4)] == [8 * (i in layers) for i in range(4)]
     assert of(architecture, use_sliding_window=False, sliding_window=8).sliding_layers == ()
 
 
@@ -294,14 +294,14 @@ def test_published_descriptions_are_read_and_given_back_as_they_are(
     raw = PUBLISHED[name] | SIZES | {"architectures": ["Something"]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = load_config(tmp_path)
-    assert config.exported() == raw
+    assert config.export_hf() == raw
     assert ModelConfig.from_hf(config.to_hf()) == config
     untied = replace(config, tie_embeddings=not config.tie_embeddings)
-    assert untied.exported() == raw | {"tie_word_embeddings": untied.tie_embeddings}
+    assert untied.export_hf() == raw | {"tie_word_embeddings": untied.tie_embeddings}
 
 
 def test_a_model_of_a_job_file_is_exported_with_all_keys() -> None:
-    made = of("qwen3").exported()
+    made = of("qwen3").export_hf()
     assert made["architectures"] == ["Qwen3ForCausalLM"] and made["head_dim"] == 128
     assert made["eos_token_id"] is None  # which is not what the architecture would take
 

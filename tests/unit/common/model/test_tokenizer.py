@@ -15,7 +15,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from tokenizers import Tokenizer as Backend
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
+from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
 from tests.load import scaled
 from tests.unit.common.model.chatting import qwen3_tokenizer
 
@@ -25,7 +25,7 @@ CHARS = '_$?[]{}#=+-*()0123456789 ,;:<>abcdefghijklmnopqrstuvwxyz\n"é'
 @pytest.fixture(scope="module")
 def characters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    character_tokenizer(CHARS, path)
+    build_character_tokenizer(CHARS, path)
     return Tokenizer.load(path.parent)
 
 
@@ -97,15 +97,19 @@ def test_a_sequence_begins_as_transformers_begins_it(
     byte_tokenizer(tmp_path, single, **options)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.begin(text) == theirs(text)["input_ids"]
+    assert tokenizer.encode_start(text) == theirs(text)["input_ids"]
     assert tokenizer.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_what_goes_on_has_no_end_and_no_second_beginning(tmp_path: Path) -> None:
     bos = byte_tokenizer(tmp_path, "<s> $A </s>").token_to_id("<s>")
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.begin("a") == tokenizer.begin("<s>a") == [bos, *tokenizer.encode("a")]
-    assert tokenizer.begin("") == [bos]
+    assert (
+        tokenizer.encode_start("a")
+        == tokenizer.encode_start("<s>a")
+        == [bos, *tokenizer.encode("a")]
+    )
+    assert tokenizer.encode_start("") == [bos]
 
 
 def test_a_text_is_whole_whatever_length_the_file_was_last_used_with(tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_a_text_is_whole_whatever_length_the_file_was_last_used_with(tmp_path: P
 
 def test_a_doubled_character_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'a'"):
-        character_tokenizer("abca", tmp_path / "tokenizer.json")
+        build_character_tokenizer("abca", tmp_path / "tokenizer.json")
 
 
 def test_a_missing_file_and_one_that_is_no_tokenizer_are_named(tmp_path: Path) -> None:
@@ -136,10 +140,10 @@ def test_transformers_loads_it_beside_a_saved_model(tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from meshrl.common.model.files.hf import save_model
+    from meshrl.common.model.files.hf_writer import save_model
     from tests.unit.common.model.test_decoder import TINY, tiny_decoder
 
-    character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
+    build_character_tokenizer(CHARS, tmp_path / "source" / "tokenizer.json")
     state: dict[str, torch.Tensor] = tiny_decoder().state_dict()
     save_model(tmp_path / "model", TINY, state, tmp_path / "source" / "tokenizer.json")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -203,10 +207,13 @@ CASES: list[tuple[Backend, str, list[str]]] = [
 
 def test_dropped_and_replaced_characters_are_found() -> None:
     for backend, text, lost in CASES:
-        found = Tokenizer(backend).lost(text)
+        found = Tokenizer(backend).find_lossy_pieces(text)
         assert found == lost, (backend.model, text)
 
 
 def test_tokenizers_of_bytes_and_those_that_refuse_lose_nothing(tmp_path: Path) -> None:
-    assert qwen3_tokenizer(tmp_path).lost("好\U000103a0\ufdd0") == []
-    assert character_tokenizer("ab", tmp_path / "own" / "tokenizer.json").lost("好") == []
+    assert qwen3_tokenizer(tmp_path).find_lossy_pieces("好\U000103a0\ufdd0") == []
+    assert (
+        build_character_tokenizer("ab", tmp_path / "own" / "tokenizer.json").find_lossy_pieces("好")
+        == []
+    )

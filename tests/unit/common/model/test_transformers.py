@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.rows import load_model
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.initial_parameters import load_model
 from meshrl.common.model.network.decoder import Decoder
 from tests.attention import causal_attention
 
@@ -100,7 +100,7 @@ def theirs_at(path: Path, family: str, tied: bool, shard_size: str = "1GB") -> A
 def ours_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.inference_mode():
-        return decoder.logits(decoder(tokens, positions, causal_attention))
+        return decoder.compute_logits(decoder(tokens, positions, causal_attention))
 
 
 def theirs_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def test_every_other_layer_may_be_dense() -> None:
     raw = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
     raw |= {"num_experts_per_tok": 2, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     config = ModelConfig.from_hf(SHAPE | raw | {"num_hidden_layers": 6})
-    assert config.sparse_layers == (1, 5) and config.expert_shape == (2, 2)
+    assert config.sparse_layers == (1, 5) and config.routing_shape == (2, 2)
     assert ModelConfig.from_hf(config.to_hf()) == config
 
 

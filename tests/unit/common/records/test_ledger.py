@@ -13,40 +13,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import BadMessage, Damaged, Refused, StorageFull
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.errors import BadMessage, CorruptData, Refused, StorageFull
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.records.checkpoints import best, checkpoint_name, committed, last_lineage
+from meshrl.common.records.checkpoints import (
+    find_committed,
+    format_checkpoint_name,
+    read_best_version,
+    read_last_lineage,
+)
 from meshrl.common.records.ledger import (
     FORMAT,
     HEADER,
     MAGIC,
-    Kind,
     Ledger,
-    Record,
-    frame,
-    groups_of,
-    header,
-    read,
-    scan,
-    trajectory_id,
+    LedgerRecord,
+    RecordKind,
+    encode_record,
+    extract_groups,
+    iter_records,
+    iter_records_with_offsets,
+    make_header,
+    make_trajectory_id,
 )
-from meshrl.common.records.token_record import TokenRows
-from meshrl.services.rollout.trajectories.trajectory import Restored, Trajectory
+from meshrl.common.records.token_records import TokenRows
+from meshrl.services.rollout.trajectories.trajectory import RestoredGroups, Trajectory
 from tests.simulated_host import SimulatedHost
 
 HOST = SystemHost()
 WEIGHTS = "abcdef01" * 4
 
 
-def opened(group: int, member: int) -> tuple[Kind, list[object]]:
-    return Kind.OPEN, [group, member, 7, 0, [1, 2, 3]]
+def opened(group: int, member: int) -> tuple[RecordKind, list[object]]:
+    return RecordKind.OPEN, [group, member, 7, 0, [1, 2, 3]]
 
 
-def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, TokenRows]:
+def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[RecordKind, TokenRows]:
     n = len(tokens)
-    return Kind.TOKENS, TokenRows(
+    return RecordKind.TOKENS, TokenRows(
         ids=np.array([trajectory], np.int64),
         counts=np.array([n], np.int32),
         tokens=np.array(tokens, np.int32),
@@ -57,7 +62,7 @@ def sampled(trajectory: int, tokens: list[int], version: int) -> tuple[Kind, Tok
 
 def ledger_in(directory: Path, owner: str = "1") -> Ledger:
     ledger = Ledger(HOST, directory, owner)
-    ledger.begin()
+    ledger.open_next_segment()
     return ledger
 
 
@@ -68,8 +73,8 @@ def test_an_append_without_a_segment_is_refused(tmp_path: Path) -> None:
 
 records = st.lists(
     st.one_of(
-        st.builds(lambda g: (Kind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
-        st.builds(lambda text: (Kind.TURN, [1, 9 * text]), st.text(max_size=60)),
+        st.builds(lambda g: (RecordKind.CLOSE, [g, "ready"]), st.integers(0, 1 << 40)),
+        st.builds(lambda text: (RecordKind.TURN, [1, 9 * text]), st.text(max_size=60)),
         st.builds(
             sampled,
             st.integers(0, 1 << 50),
@@ -82,8 +87,8 @@ records = st.lists(
 )
 
 
-def same(a: Record, kind: Kind, payload: Any) -> bool:
-    if kind is not Kind.TOKENS:
+def same(a: LedgerRecord, kind: RecordKind, payload: Any) -> bool:
+    if kind is not RecordKind.TOKENS:
         return a.kind is kind and a.payload == payload
     return a.kind is kind and equal(a.payload, payload)
 
@@ -97,21 +102,21 @@ def equal(a: TokenRows, b: TokenRows) -> bool:
 @settings(max_examples=40)
 @given(written=records, garbage=st.binary(max_size=40))
 def test_wherever_a_segment_is_cut_its_whole_records_are_read_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[Kind, Any]], garbage: bytes
+    tmp_path_factory: pytest.TempPathFactory, written: list[tuple[RecordKind, Any]], garbage: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
-    frames = [HEADER, *(frame(kind, payload) for kind, payload in written)]
+    frames = [HEADER, *(encode_record(kind, payload) for kind, payload in written)]
     content = b"".join(frames)
     ends = np.cumsum([len(f) for f in frames]).tolist()
     for cut in range(len(content) + 1):
         whole = max(0, sum(end <= cut for end in ends) - 1)
         path.write_bytes(content[:cut])
-        found = list(scan(path))
+        found = list(iter_records_with_offsets(path))
         assert len(found) == whole
         assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
         assert [end for _, end in found] == ends[1 : whole + 1]
     path.write_bytes(content + garbage)
-    found = list(scan(path))
+    found = list(iter_records_with_offsets(path))
     assert len(found) >= len(written)
     assert all(same(r, *wrote) for (r, _), wrote in zip(found, written, strict=False))
 
@@ -121,23 +126,23 @@ def test_a_record_with_a_wrong_byte_is_not_read(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
 ) -> None:
     path = tmp_path_factory.mktemp("ledger") / "1-00001.ledger"
-    one = frame(*sampled(trajectory_id(3, 1), [5, 700, 90_000], 2))
+    one = encode_record(*sampled(make_trajectory_id(3, 1), [5, 700, 90_000], 2))
     content = bytearray(HEADER + 3 * one)
     place = len(HEADER) + place % (3 * len(one))
     content[place] ^= flip
     path.write_bytes(content)
     hit = (place - len(HEADER)) // len(one)
-    assert len(list(read(path.parent))) == hit
+    assert len(list(iter_records(path.parent))) == hit
     for whole, is_damage in ((len(content), True), (-1, hit < 2)):  # the last one may be torn
         found, damaged = read_until_damaged(path, whole)
         assert (len(found), damaged) == (hit, is_damage)
 
 
-def read_until_damaged(path: Path, whole: int = -1) -> tuple[list[Record], bool]:
-    found: list[Record] = []
+def read_until_damaged(path: Path, whole: int = -1) -> tuple[list[LedgerRecord], bool]:
+    found: list[LedgerRecord] = []
     try:
-        found.extend(record for record, _ in scan(path, whole))
-    except Damaged as error:
+        found.extend(record for record, _ in iter_records_with_offsets(path, whole))
+    except CorruptData as error:
         assert error.where == str(path)
         return found, True
     return found, False
@@ -148,21 +153,21 @@ def test_a_segment_of_another_format_is_told_from_a_damaged_one(
     tmp_path: Path, version: int
 ) -> None:
     path = tmp_path / "1-00001.ledger"
-    whole = frame(Kind.CLOSE, [1, "ready"])
-    began = header(version) if version > FORMAT else MAGIC + bytes([version])
+    whole = encode_record(RecordKind.CLOSE, [1, "ready"])
+    began = make_header(version) if version > FORMAT else MAGIC + bytes([version])
     path.write_bytes(began + whole)
     with pytest.raises(BadMessage, match=f"format {version};"):
-        list(scan(path))
+        list(iter_records_with_offsets(path))
     path.write_bytes(MAGIC + bytes([version]) + HEADER[len(MAGIC) + 1 :] + whole)
-    with pytest.raises(Damaged, match="header"):
-        list(scan(path))
+    with pytest.raises(CorruptData, match="header"):
+        list(iter_records_with_offsets(path))
 
 
 @pytest.mark.parametrize("place", range(len(HEADER)))
 @pytest.mark.parametrize("bit", range(8))
 def test_any_flipped_bit_of_a_header_is_damage(tmp_path: Path, place: int, bit: int) -> None:
     path = tmp_path / "1-00001.ledger"
-    content = bytearray(HEADER + frame(Kind.CLOSE, [1, "ready"]))
+    content = bytearray(HEADER + encode_record(RecordKind.CLOSE, [1, "ready"]))
     content[place] ^= 1 << bit
     path.write_bytes(content)
     assert read_until_damaged(path) == read_until_damaged(path, len(content)) == ([], True)
@@ -172,25 +177,27 @@ def test_a_torn_segment_is_damage_only_if_it_was_sealed_further(tmp_path: Path) 
     path = tmp_path / "1-00001.ledger"
     for content in (b"", HEADER[:5], HEADER, bytes(4096)):
         path.write_bytes(content)
-        assert list(scan(path)) == list(scan(path, 0)) == []
+        assert (
+            list(iter_records_with_offsets(path)) == list(iter_records_with_offsets(path, 0)) == []
+        )
         assert read_until_damaged(path, 5000) == ([], True)
-    path.write_bytes(HEADER + 3 * frame(Kind.CLOSE, [1, "ready"]) + b"torn")
-    assert len(list(scan(path))) == 3
+    path.write_bytes(HEADER + 3 * encode_record(RecordKind.CLOSE, [1, "ready"]) + b"torn")
+    assert len(list(iter_records_with_offsets(path))) == 3
     path.unlink()
-    assert list(scan(path, 0)) == []
+    assert list(iter_records_with_offsets(path, 0)) == []
     assert read_until_damaged(path, len(HEADER) + 1) == ([], True)
 
 
 def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins_anew() -> None:
-    one, other = trajectory_id(1, 0), trajectory_id(2, 0)
-    restored = Restored()
+    one, other = make_trajectory_id(1, 0), make_trajectory_id(2, 0)
+    restored = RestoredGroups()
 
-    def apply(*records: tuple[Kind, Any]) -> None:
+    def apply(*records: tuple[RecordKind, Any]) -> None:
         for kind, payload in records:
-            restored.apply(Record(kind, payload), lambda group, member: 0)
+            restored.apply_record(LedgerRecord(kind, payload), lambda group, member: 0)
 
     apply(opened(1, 0), sampled(one, [10], 0))
-    restored.gap()
+    restored.mark_gap()
     both = TokenRows(
         ids=np.array([one, other]),
         counts=np.array([1, 2], np.int32),
@@ -198,80 +205,82 @@ def test_of_a_damaged_trajectory_counts_what_came_before_the_gap_and_what_begins
         logprobs=np.zeros(3, np.float32),
         versions=np.zeros(3, np.int32),
     )
-    apply(opened(2, 0), (Kind.TOKENS, both), (Kind.END, [one, "done", 1.0, ""]))
-    assert restored.trajectories[one].turn.tolist() == [10]
-    assert restored.trajectories[one].ending is None
-    assert restored.trajectories[other].turn.tolist() == [20, 21]
+    apply(opened(2, 0), (RecordKind.TOKENS, both), (RecordKind.END, [one, "done", 1.0, ""]))
+    assert restored.trajectories[one].turn_tokens.tolist() == [10]
+    assert restored.trajectories[one].outcome is None
+    assert restored.trajectories[other].turn_tokens.tolist() == [20, 21]
     apply(opened(1, 0), sampled(one, [10], 0), sampled(one, [12], 0))
-    assert restored.trajectories[one].turn.tolist() == [10, 12], "it was written down again"
+    assert restored.trajectories[one].turn_tokens.tolist() == [10, 12], "it was written down again"
 
 
 def test_what_a_zombie_writes_after_the_seal_is_not_read(tmp_path: Path) -> None:
     ledger = ledger_in(tmp_path)
     ledger.append([opened(1, 0)], [1])
-    sealed = ledger.path.stat().st_size
-    ledger.append([(Kind.CLOSE, [1, "ready"])], [1])
-    assert [record.kind for record, _ in scan(ledger.path, sealed)] == [Kind.OPEN]
+    sealed = ledger.segment_path.stat().st_size
+    ledger.append([(RecordKind.CLOSE, [1, "ready"])], [1])
+    assert [
+        record.kind for record, _ in iter_records_with_offsets(ledger.segment_path, sealed)
+    ] == [RecordKind.OPEN]
 
 
 def test_a_segment_goes_when_no_group_needs_it(tmp_path: Path) -> None:
     ledger = ledger_in(tmp_path)
     ledger.append([opened(1, 0), opened(2, 0)], [1, 2])
-    first = ledger.path
-    assert ledger.begin() == (first, first.stat().st_size)
-    assert ledger.forget(1) == []
-    assert ledger.forget(2) == [first]
+    first = ledger.segment_path
+    assert ledger.open_next_segment() == (first, first.stat().st_size)
+    assert ledger.forget_group(1) == []
+    assert ledger.forget_group(2) == [first]
 
 
 def test_a_trajectory_is_rebuilt_token_for_token(tmp_path: Path) -> None:
-    key = trajectory_id(3, 1)
+    key = make_trajectory_id(3, 1)
     records = [
         opened(3, 1),
         sampled(key, [10, 11], 0),
-        (Kind.TURN, [key, "[1+1]"]),
-        (Kind.TOOL, [key, "calculator", "1+1", 2]),
-        (Kind.APPEND, [key, [20, 21]]),
+        (RecordKind.TURN, [key, "[1+1]"]),
+        (RecordKind.TOOL, [key, "calculator", "1+1", 2]),
+        (RecordKind.APPEND, [key, [20, 21]]),
         sampled(key, [12], 1),
     ]
     ledger = ledger_in(tmp_path)
     for record in records:
         ledger.append([record], [3])
-    restored = Restored()
-    for found in read(tmp_path):
-        assert groups_of(found) == {3}
-        restored.apply(found, lambda group, member: 0)
+    restored = RestoredGroups()
+    for found in iter_records(tmp_path):
+        assert extract_groups(found) == {3}
+        restored.apply_record(found, lambda group, member: 0)
     t = restored.trajectories[key]
     assert t.tokens.tolist() == [1, 2, 3, 10, 11, 20, 21, 12]
     assert t.versions.tolist() == [-1, -1, -1, 0, 0, -1, -1, 1]
-    assert t.turn.tolist() == [12]
-    assert t.replay() == [["step", [10, 11]], ["result", 2]]
-    (turn,) = t.every_turn
-    assert (turn.text, turn.tokens, turn.appended) == ("[1+1]", 2, 2)
-    assert turn.calls() == [("calculator", "1+1", 2)]
+    assert t.turn_tokens.tolist() == [12]
+    assert t.build_replay() == [["step", [10, 11]], ["result", 2]]
+    (turn,) = t.all_turns
+    assert (turn.text, turn.sampled_tokens, turn.appended_tokens) == ("[1+1]", 2, 2)
+    assert turn.list_calls() == [("calculator", "1+1", 2)]
 
 
 def test_a_tool_result_that_was_logged_is_not_asked_for_again(tmp_path: Path) -> None:
-    key = trajectory_id(0, 0)
-    restored = Restored()
+    key = make_trajectory_id(0, 0)
+    restored = RestoredGroups()
     ledger = ledger_in(tmp_path)
-    ledger.append([opened(0, 0), sampled(key, [10], 0), (Kind.TURN, [key, "[2]"])], [0])
-    ledger.append([(Kind.TOOL, [key, "calculator", "2", 2])], [0])
-    for record in read(tmp_path):
-        restored.apply(record, lambda group, member: 0)
+    ledger.append([opened(0, 0), sampled(key, [10], 0), (RecordKind.TURN, [key, "[2]"])], [0])
+    ledger.append([(RecordKind.TOOL, [key, "calculator", "2", 2])], [0])
+    for record in iter_records(tmp_path):
+        restored.apply_record(record, lambda group, member: 0)
     open_turn = restored.trajectories[key].open_turn
-    assert open_turn is not None and open_turn.answered and open_turn.value == 2
-    assert restored.trajectories[key].replay() == [["step", [10]]]
-    told = restored.trajectories[key].replay(answered=True)
+    assert open_turn is not None and open_turn.has_tool_value and open_turn.tool_value == 2
+    assert restored.trajectories[key].build_replay() == [["step", [10]]]
+    told = restored.trajectories[key].build_replay(answered=True)
     assert told == [["step", [10]], ["result", 2]], "the environment has gone on from its value"
 
 
 def test_buffers_grow_with_the_trajectory() -> None:
     t = Trajectory(0, 0, 0, 0, 0)
-    t.begin(list(range(100)))
+    t.set_prompt(list(range(100)))
     made = np.arange(300, dtype=np.int32)
-    t.sampled(made, made.astype(np.float32), made)
+    t.append_sampled(made, made.astype(np.float32), made)
     assert t.length == 400
-    assert t.turn.tolist() == list(range(300))
+    assert t.turn_tokens.tolist() == list(range(300))
 
 
 def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
@@ -279,27 +288,29 @@ def test_a_full_disk_takes_whole_records_or_none_and_goes_on_when_there_is_room(
 ) -> None:
     host = SimulatedHost(SystemClock(), Random(1), disk_bytes=150)
     ledger = Ledger(host, tmp_path, "1")
-    ledger.begin()
-    keys = [trajectory_id(1, member) for member in range(6)]
+    ledger.open_next_segment()
+    keys = [make_trajectory_id(1, member) for member in range(6)]
     written = 0
     with pytest.raises(StorageFull, match="free space"):
         for key in keys:
             ledger.append([sampled(key, [key, key], 0)], [1])
             written += 1
     assert 0 < written < len(keys)
-    ledger.defer(Kind.TURN, [keys[0], "said"], 1)
+    ledger.defer(RecordKind.TURN, [keys[0], "said"], 1)
     with pytest.raises(StorageFull):
         ledger.append([sampled(keys[written], [7], 0)], [1])
-    assert [record.kind for record in read(tmp_path)] == [Kind.TOKENS] * written
+    assert [record.kind for record in iter_records(tmp_path)] == [RecordKind.TOKENS] * written
     host.disk_bytes = -1
     ledger.append([sampled(keys[written], [7], 0)], [1])
-    last = [record.kind for record in read(tmp_path)][written:]
-    assert last == [Kind.TURN, Kind.TOKENS], "what was deferred is written before what followed it"
+    last = [record.kind for record in iter_records(tmp_path)][written:]
+    assert last == [RecordKind.TURN, RecordKind.TOKENS], (
+        "what was deferred is written before what followed it"
+    )
 
 
 def test_the_text_of_a_long_turn_takes_half_its_bytes() -> None:
     text = " ".join(f"Then {n} and {n * n % 97} make {n + n * n % 97}," for n in range(60))
-    assert len(frame(Kind.TURN, [1, text])) < 0.5 * len(text)
+    assert len(encode_record(RecordKind.TURN, [1, text])) < 0.5 * len(text)
 
 
 def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False) -> None:
@@ -310,18 +321,18 @@ def record(run: Path, *events: tuple[str, dict[str, object]], cut: bool = False)
 def checkpoint(run: Path, lineage: int, step: int) -> str:
     """Its name."""
     (run / "checkpoints").mkdir(exist_ok=True)
-    name = checkpoint_name(lineage, step, WEIGHTS)
+    name = format_checkpoint_name(lineage, step, WEIGHTS)
     held = {"lineage": lineage, "step": step, "weights": WEIGHTS}
-    (run / "checkpoints" / f"{name}.json").write_bytes(sealed(held))
+    (run / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(held))
     return name
 
 
 def test_a_lineage_is_above_all_that_events_and_checkpoints_tell_of(tmp_path: Path) -> None:
-    assert last_lineage(tmp_path) == 0
+    assert read_last_lineage(tmp_path) == 0
     checkpoint(tmp_path, 2, 4)
-    assert last_lineage(tmp_path) == 2
+    assert read_last_lineage(tmp_path) == 2
     record(tmp_path, ("step", {"lineage": 1}), ("restored", {"lineage": 5}), ("opened", {}))
-    assert last_lineage(tmp_path) == 5
+    assert read_last_lineage(tmp_path) == 5
 
 
 def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
@@ -336,8 +347,8 @@ def test_the_best_version_is_one_that_the_lineage_has(tmp_path: Path) -> None:
         ([judged(10), back, judged(10)], "m10"),
     ):
         record(tmp_path, *told)
-        found = best(tmp_path)
-        assert (None if found is None else found.manifest) == expected
+        found = read_best_version(tmp_path)
+        assert (None if found is None else found.manifest_digest) == expected
 
 
 def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
@@ -350,7 +361,7 @@ def test_an_event_that_was_cut_off_is_none(tmp_path: Path) -> None:
         ("evaluation", judged),
         cut=True,
     )
-    found, top = committed(tmp_path), best(tmp_path)
+    found, top = find_committed(tmp_path), read_best_version(tmp_path)
     assert found is not None and found.stem == name
     assert top is not None and top.version == 4
-    assert last_lineage(tmp_path) == 0
+    assert read_last_lineage(tmp_path) == 0

@@ -15,10 +15,16 @@ from meshrl.common.base.errors import BadMessage
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, TrackingConfig
-from meshrl.common.records import run_lines
-from meshrl.common.records.run_lines import Traces
-from meshrl.common.records.token_record import MEMBER_BITS, TokenRows, in_parts, pack, unpack
-from meshrl.sim.loop import VirtualClock
+from meshrl.common.records import line_files
+from meshrl.common.records.line_files import TraceWriter
+from meshrl.common.records.token_records import (
+    MEMBER_BITS,
+    TokenRows,
+    decode_token_rows,
+    encode_token_rows,
+    split_by_size,
+)
+from meshrl.sim.virtual_loop import VirtualClock
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost, virtual
 
@@ -66,7 +72,7 @@ experts = st.tuples(st.integers(0, 6), st.sampled_from([(-1, 5), (0, 256), (0, 2
 @given(st.lists(row, min_size=1, max_size=12), experts)
 def test_what_is_packed_comes_back_bit_for_bit(made: list, sent: tuple) -> None:  # type: ignore[type-arg]
     rows = rows_of(made, sent[0], *sent[1])
-    back = unpack(pack(rows))
+    back = decode_token_rows(encode_token_rows(rows))
     for name in COLUMNS:
         before, after = getattr(rows, name), getattr(back, name)
         assert before.dtype == after.dtype and before.shape == after.shape
@@ -76,35 +82,35 @@ def test_what_is_packed_comes_back_bit_for_bit(made: list, sent: tuple) -> None:
 @given(st.lists(row, min_size=1, max_size=12), st.integers(0, 6), st.integers(1, 4000))
 def test_parts_are_the_rows_in_their_order_and_small(made: list, width: int, most: int) -> None:  # type: ignore[type-arg]
     rows = rows_of(made, width)
-    parts = list(in_parts(rows, most))
+    parts = list(split_by_size(rows, most))
     for name in COLUMNS:
         joined = np.concatenate([getattr(part, name) for part in parts])
         assert joined.tobytes() == getattr(rows, name).tobytes()
     for part in parts:
-        assert len(part.ids) == 1 or len(pack(part)) <= most + 32  # and the head
+        assert len(part.ids) == 1 or len(encode_token_rows(part)) <= most + 32  # and the head
 
 
 @given(st.lists(row, min_size=1, max_size=4), st.integers(0, 10_000))
 def test_a_record_that_is_cut_is_refused(made: list, cut: int) -> None:  # type: ignore[type-arg]
-    content = pack(rows_of(made))
+    content = encode_token_rows(rows_of(made))
     with pytest.raises(BadMessage):
-        unpack(content[: cut % len(content)])
+        decode_token_rows(content[: cut % len(content)])
 
 
 def test_another_format_is_refused_by_name() -> None:
-    content = bytearray(pack(in_flight(1, 9)))
+    content = bytearray(encode_token_rows(in_flight(1, 9)))
     content[0] += 1
     with pytest.raises(BadMessage, match="format 2; this is format 1"):
-        unpack(bytes(content))
+        decode_token_rows(bytes(content))
 
 
 def test_a_token_of_a_large_vocabulary_takes_eleven_bytes_at_most_and_an_expert_one() -> None:
-    assert len(pack(in_flight(800, 151_936))) < 11 * 800
-    assert len(pack(in_flight(800, 256))) < 9 * 800
+    assert len(encode_token_rows(in_flight(800, 151_936))) < 11 * 800
+    assert len(encode_token_rows(in_flight(800, 256))) < 9 * 800
     many = [(0, 0, [(1, 0, 0)] * 1000)]
-    plain = len(pack(rows_of(many)))
-    assert len(pack(rows_of(many, 8, 0, 256))) == plain + 8 * 1000
-    assert len(pack(rows_of(many, 8, 0, 257))) == plain + 16 * 1000
+    plain = len(encode_token_rows(rows_of(many)))
+    assert len(encode_token_rows(rows_of(many, 8, 0, 256))) == plain + 8 * 1000
+    assert len(encode_token_rows(rows_of(many, 8, 0, 257))) == plain + 16 * 1000
 
 
 def job(root: Path, share: float) -> JobData:
@@ -122,14 +128,14 @@ async def test_lines_are_gathered_for_a_second_and_all_are_there_at_the_end(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     host = SimulatedHost(clock, random.child("host"))
-    told = Traces(alone("rollout/tiny/0", clock, random, host), job(tmp_path, 1.0), "shard-0")
+    told = TraceWriter(alone("rollout/tiny/0", clock, random, host), job(tmp_path, 1.0), "shard-0")
     for n in range(5):
         told.write({"n": n})
     assert [row["n"] for row in written(tmp_path)] == [0]
-    await clock.sleep(run_lines.GATHERED_S)
+    await clock.sleep(line_files.FLUSH_INTERVAL_S)
     told.write({"n": 5})
     assert [row["n"] for row in written(tmp_path)] == [0, 1, 2, 3, 4, 5]
-    told.write({"n": 6, "long": "x" * run_lines.GATHERED_BYTES})
+    told.write({"n": 6, "long": "x" * line_files.FLUSH_BYTES})
     assert written(tmp_path)[-1]["n"] == 6
     told.write({"n": 7})
     await told.close()
@@ -142,10 +148,12 @@ async def test_the_share_of_groups_that_is_asked_for_is_traced(
     clock: VirtualClock, random: Random, share: float, tmp_path: Path
 ) -> None:
     host = SimulatedHost(clock, random.child("host"))
-    told = Traces(alone("rollout/tiny/0", clock, random, host), job(tmp_path, share), "shard-0")
+    told = TraceWriter(
+        alone("rollout/tiny/0", clock, random, host), job(tmp_path, share), "shard-0"
+    )
     for first in (0, 1 << 40):  # of training, of evaluation
         for groups in (100, 1000):
-            found = sum(told.has(first + group) for group in range(groups))
+            found = sum(told.is_traced(first + group) for group in range(groups))
             assert found == pytest.approx(share * groups, abs=1)
     told.write({"n": 0})
     await told.close()
@@ -157,11 +165,11 @@ async def test_a_full_disk_costs_lines_and_nothing_else(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     host = SimulatedHost(clock, random.child("host"))
-    told = Traces(alone("rollout/tiny/0", clock, random, host), job(tmp_path, 1.0), "shard-0")
+    told = TraceWriter(alone("rollout/tiny/0", clock, random, host), job(tmp_path, 1.0), "shard-0")
     host.disk_bytes = 0
     told.write({"n": 0})
     host.disk_bytes = -1
-    await clock.sleep(run_lines.GATHERED_S)
+    await clock.sleep(line_files.FLUSH_INTERVAL_S)
     told.write({"n": 1})
     await told.close()
     assert [row["n"] for row in written(tmp_path)] == [1]

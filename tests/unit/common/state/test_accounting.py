@@ -7,28 +7,35 @@ from typing import Any
 import pytest
 
 from meshrl.common.state.events import Event
-from meshrl.common.state.lifecycle.accounting import WRONG, account, wrong
-from meshrl.common.state.pool.demand.measured import (
-    LEVELS,
-    Curve,
-    Lengths,
-    MeasuredWork,
-    curve_of,
-    kind_of,
-    lengths_of,
-    together,
-    told,
-    work_of,
+from meshrl.common.state.job_lifecycle.trajectory_accounting import (
+    VIOLATIONS,
+    compute_account,
+    format_violations,
 )
-from meshrl.common.state.pool.demand.needs import Need
-from meshrl.common.state.pool.demand.planned import PublishedStats, measured
-from meshrl.common.state.pool.placing.fitting import sleeps, takes
-from meshrl.common.state.pool.workers.rows import Resident, Role
+from meshrl.common.state.pool.demand.measurements import (
+    QUANTILES,
+    DecodeCurve,
+    LengthQuantiles,
+    MeasuredWork,
+    decode_curve,
+    decode_lengths,
+    decode_work,
+    encode_work,
+    merge_lengths,
+    parse_accelerator_kind,
+)
+from meshrl.common.state.pool.demand.planned_jobs import ProcessStats, collect_measurements
+from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.scheduling.feasibility import (
+    estimate_accelerator_bytes,
+    estimate_offload_bytes,
+)
+from meshrl.common.state.pool.workers.rows import Instance, Role
 
 SHARD = MeasuredWork(
     groups=3, trajectories=12, sampled=480, flight_s=31.25, engine_s=20.0, queue_s=1.5
 )
-CURVE = Curve("NVIDIA H200", 4, 0.0123456, 0.00098765, 1.23456e-7, 6123.4, 400)
+CURVE = DecodeCurve("NVIDIA H200", 4, 0.0123456, 0.00098765, 1.23456e-7, 6123.4, 400)
 
 
 def story(*told: tuple[str, dict[str, Any]]) -> list[Event]:
@@ -49,7 +56,7 @@ def step(number: int, *groups: int, scored: int = 4, filtered: bool = False) -> 
 
 
 def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
-    terms = account(
+    terms = compute_account(
         story(
             opened(0, 1, 2, 3, 4, 5),
             step(1, 0),
@@ -78,7 +85,7 @@ def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("told", "in_flight", "terms"),
     [
-        ([], 0, dict.fromkeys(account([], 0), 0)),
+        ([], 0, dict.fromkeys(compute_account([], 0), 0)),
         ([opened(0, 1), step(1, 0)], 0, {"lost": 4}),
         ([opened(0), step(1, 0, scored=3)], 0, {"trained": 3, "typed_drops": 1, "lost": 0}),
         ([opened(0, 1), step(1, 0), step(2, 0)], 0, {"trained_twice": 4}),
@@ -93,7 +100,7 @@ def test_each_end_of_a_group_is_a_term_of_its_own() -> None:
 def test_every_trajectory_counts_once_wherever_it_ended(
     told: list[tuple[str, dict[str, object]]], in_flight: int, terms: dict[str, int]
 ) -> None:
-    assert account(story(*told), in_flight).items() >= terms.items()
+    assert compute_account(story(*told), in_flight).items() >= terms.items()
 
 
 def test_a_restored_job_begins_with_its_checkpoints_counts() -> None:
@@ -105,14 +112,16 @@ def test_a_restored_job_begins_with_its_checkpoints_counts() -> None:
         "host_lost": 4,
         "typed_drops": 0,
     }
-    terms = account(story(opened(9), ("restored", {"counts": counts}), opened(1)), in_flight=4)
+    terms = compute_account(
+        story(opened(9), ("restored", {"counts": counts}), opened(1)), in_flight=4
+    )
     assert (terms["opened"], terms["trained"], terms["lost"]) == (12, 4, 0)
 
 
 def test_other_jobs_are_left_out_when_one_is_asked_for() -> None:
     told = story(opened(0), ("opened", {"job": "other", "groups": [0], "samples": 2}))
-    assert account(told, in_flight=4, job="j")["opened"] == 4
-    assert account(told, in_flight=6)["opened"] == 6
+    assert compute_account(told, in_flight=4, job="j")["opened"] == 4
+    assert compute_account(told, in_flight=6)["opened"] == 6
 
 
 def test_a_version_has_one_manifest_in_a_lineage_and_a_group_number_is_given_once() -> None:
@@ -121,55 +130,66 @@ def test_a_version_has_one_manifest_in_a_lineage_and_a_group_number_is_given_onc
         return kind, fields | {"lineage": lineage, "manifest": manifest}
 
     good = story(opened(0, 1, 2), commit(0, "a", 0), ("lineage", {"version": 0}), commit(1, "b", 1))
-    assert wrong(account(good, in_flight=8)) == ""
+    assert format_violations(compute_account(good, in_flight=8)) == ""
     counts = {"opened": 0, "trained": 0, "filtered": 0, "stale_requeued": 0, "host_lost": 0}
     restored = ("restored", {"version": 0, "counts": counts | {"typed_drops": 0}})
     told = story(opened(0, 1), commit(0, "a", 0), restored, opened(1, 2), commit(0, "b", 1))
-    terms = account(told, in_flight=4)
-    assert {key: terms[key] for key in WRONG} == {
+    terms = compute_account(told, in_flight=4)
+    assert {key: terms[key] for key in VIOLATIONS} == {
         "lost": 0,
         "trained_twice": 0,
         "opened_twice": 1,
         "committed_twice": 1,
     }
-    assert "opened_twice = 1" in wrong(terms) and "lost" not in wrong(terms)
+    assert "opened_twice = 1" in format_violations(terms) and "lost" not in format_violations(terms)
 
 
 def test_a_core_whose_experts_lie_apart_is_not_refused_for_a_part_that_nobody_knows() -> None:
-    alike, apart = Need(ranks=4, bytes=1000), Need(ranks=4, attention=2, bytes=1000)
-    assert takes(Role.TRAINING, True, 4, alike) == 1000  # weights, gradients and two moments
-    assert takes(Role.TRAINING, True, 4, apart) == 0
-    assert takes(Role.TRAINING, False, 1, apart) == takes(Role.TRAINING, False, 1, alike) == 2000
-    core = Resident("g0.0", "j", Role.TRAINING, core=True, ranks=(0, 1, 2, 3))
-    assert (sleeps(core, alike), sleeps(core, apart)) == (750, 1500)
+    alike, apart = (
+        JobRequirements(ranks=4, bytes=1000),
+        JobRequirements(ranks=4, attention=2, bytes=1000),
+    )
+    assert (
+        estimate_accelerator_bytes(Role.TRAINING, True, 4, alike) == 1000
+    )  # weights, gradients and two moments
+    assert estimate_accelerator_bytes(Role.TRAINING, True, 4, apart) == 0
+    assert (
+        estimate_accelerator_bytes(Role.TRAINING, False, 1, apart)
+        == estimate_accelerator_bytes(Role.TRAINING, False, 1, alike)
+        == 2000
+    )
+    core = Instance("g0.0", "j", Role.TRAINING, core=True, ranks=(0, 1, 2, 3))
+    assert (estimate_offload_bytes(core, alike), estimate_offload_bytes(core, apart)) == (750, 1500)
 
 
 def test_only_what_there_is_is_published_and_it_reads_the_same() -> None:
-    assert told(MeasuredWork()) == {}
-    assert told(MeasuredWork(steps=2, wait_s=0.12345)) == {"steps": 2, "wait_s": 0.123}
-    assert work_of(told(SHARD)) == SHARD
-    assert work_of({**told(SHARD), "of_a_later_version": 1.0}) == SHARD
+    assert encode_work(MeasuredWork()) == {}
+    assert encode_work(MeasuredWork(steps=2, wait_s=0.12345)) == {"steps": 2, "wait_s": 0.123}
+    assert decode_work(encode_work(SHARD)) == SHARD
+    assert decode_work({**encode_work(SHARD), "of_a_later_version": 1.0}) == SHARD
 
 
 def test_a_curve_is_published_in_few_digits() -> None:
-    read = curve_of(CURVE.kind, CURVE.told())
+    read = decode_curve(CURVE.kind, CURVE.encode())
     assert (read.kind, read.degree, read.steps) == ("NVIDIA H200", 4, 400)
-    assert read.step_s(8, 500) == pytest.approx(CURVE.step_s(8, 500), rel=1e-3)
-    assert len(str(CURVE.told())) < 60
+    assert read.predict_step_s(8, 500) == pytest.approx(CURVE.predict_step_s(8, 500), rel=1e-3)
+    assert len(str(CURVE.encode())) < 60
 
 
 def test_lengths_are_published_in_short_and_those_of_shards_are_one() -> None:
-    short = Lengths(100, tuple(float(n) for n in range(len(LEVELS))), 20.0)
-    long = Lengths(300, tuple(4.0 * n for n in range(len(LEVELS))), 40.0)
-    assert lengths_of(short.told()) == short and len(str(short.told())) < 120
-    both = together([short, long])
+    short = LengthQuantiles(100, tuple(float(n) for n in range(len(QUANTILES))), 20.0)
+    long = LengthQuantiles(300, tuple(4.0 * n for n in range(len(QUANTILES))), 40.0)
+    assert decode_lengths(short.encode()) == short and len(str(short.encode())) < 120
+    both = merge_lengths([short, long])
     assert both is not None and (both.count, both.prompt) == (400, 35.0)
     assert both.sampled[-1] == pytest.approx(3.25 * short.sampled[-1])
-    assert together([]) is None
+    assert merge_lengths([]) is None
 
 
 def test_a_kind_of_accelerators_is_what_they_are_and_not_which() -> None:
-    assert [kind_of(name) for name in ("cpu:0", "cuda:1 NVIDIA H200", "simulated", "")] == [
+    assert [
+        parse_accelerator_kind(name) for name in ("cpu:0", "cuda:1 NVIDIA H200", "simulated", "")
+    ] == [
         "cpu",
         "NVIDIA H200",
         "simulated",
@@ -178,14 +198,14 @@ def test_a_kind_of_accelerators_is_what_they_are_and_not_which() -> None:
 
 
 def test_a_process_that_starts_again_is_another_one_and_engines_have_their_gangs_kind() -> None:
-    def process(name: str, incarnation: str, **stats: object) -> PublishedStats:
-        return PublishedStats(name, name.partition("/")[0], incarnation, stats)
+    def process(name: str, incarnation: str, **stats: object) -> ProcessStats:
+        return ProcessStats(name, name.partition("/")[0], incarnation, stats)
 
-    found = measured(
+    found = collect_measurements(
         [
-            process("rollout/j/0", "a", work=told(SHARD)),
-            process("trainer/g1.0", "b", work=told(MeasuredWork(steps=1))),
-            process("engine/g0.0", "c", gang="g0", curve=CURVE.told()),
+            process("rollout/j/0", "a", work=encode_work(SHARD)),
+            process("trainer/g1.0", "b", work=encode_work(MeasuredWork(steps=1))),
+            process("engine/g0.0", "c", gang="g0", curve=CURVE.encode()),
             process("engine/g2.0", "d", gang="g2"),
         ],
         {"g0": "NVIDIA H200"},

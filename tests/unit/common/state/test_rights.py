@@ -10,13 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.api.calls import callers
+from meshrl.common.api.calls import call_permissions
 from meshrl.common.base.errors import NotAllowed, Refused
-from meshrl.common.base.host.settings import redis_user
+from meshrl.common.base.host.settings import make_redis_user
 from meshrl.common.state import events, jobs
-from meshrl.common.state.hosts import rights
-from meshrl.common.state.hosts.rights import ALL, REPLAYED, keys_of, rules, scripts_of
-from meshrl.common.state.redis.client import SCRIPTS, State, script_file, script_source
+from meshrl.common.state.hosts import acl
+from meshrl.common.state.hosts.acl import (
+    COMMON_SCRIPTS,
+    IDEMPOTENT_SCRIPTS,
+    build_acl_rules,
+    compute_role_permissions,
+    list_role_scripts,
+)
+from meshrl.common.state.redis.client import SCRIPTS_DIR, StateClient, find_script, load_script
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 
@@ -40,12 +46,14 @@ HOST, OTHER = "here-000001", "there-000002"
 DIGEST = "5e" * 32
 SUPERVISION = "meshrl.common.mesh.process.supervision."  # it reports ends by a script
 Symbol = tuple[str, str]  # module of common/state, name in it
-NAMES = sorted(path.stem for path in SCRIPTS.glob("*/*.lua"))
+# Methods of StateClient whose first argument is the name of a script.
+SENDERS = {"run_script", "run_script_sync", "run_job_script", "run_mesh_script"}
+NAMES = sorted(path.stem for path in SCRIPTS_DIR.glob("*/*.lua"))
 SENT = [name for name in NAMES if not name.startswith("_") and name != "prelude"]
 
 
 def named_scripts() -> set[str]:
-    names = {path.stem for path in SCRIPTS.glob("*/*.lua")}
+    names = {path.stem for path in SCRIPTS_DIR.glob("*/*.lua")}
     return {name for name in names if not name.startswith("_") and name != "prelude"}
 
 
@@ -91,9 +99,9 @@ class Uses(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         asked = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        if asked in ("run", "run_sync", "run_job", "run_mesh") and node.args:
+        if asked in SENDERS and node.args:
             self._ran(node.args[0])
-        elif isinstance(node.func, ast.Name) and node.func.id == "asked_once":
+        elif isinstance(node.func, ast.Name) and node.func.id == "run_script_once":
             self._ran(node.args[1])
         self.generic_visit(node)
 
@@ -126,7 +134,7 @@ def imported(tree: ast.Module) -> tuple[dict[str, str], dict[str, Symbol]]:
 @pytest.fixture(scope="module")
 def scripts_by_symbol() -> Callable[[set[Symbol]], set[str]]:
     graph: dict[Symbol, tuple[set[Symbol], set[str]]] = {}
-    ended = ROOT / "common/mesh/process/supervision/ended.py"
+    ended = ROOT / "common/mesh/process/supervision/exit_reports.py"
     for path in [*(ROOT / "common/state").rglob("*.py"), ended]:
         tree = ast.parse(path.read_text())
         modules, names = imported(tree)
@@ -164,11 +172,11 @@ def symbols_in(*folders: str) -> set[Symbol]:
 
 
 def test_every_script_and_every_role_is_in_the_table() -> None:
-    assert set(rights.SCRIPTS) == named_scripts()
-    assert {name for name in named_scripts() if "replayed()" in script_file(name).read_text()} == (
-        REPLAYED
+    assert set(acl.SCRIPT_PERMISSIONS) == named_scripts()
+    assert {name for name in named_scripts() if "replayed()" in find_script(name).read_text()} == (
+        IDEMPOTENT_SCRIPTS
     )
-    assert rights.ROLES == callers.ROLES
+    assert acl.ROLES == call_permissions.ROLES
 
 
 @pytest.mark.rotating(3)
@@ -177,9 +185,11 @@ def test_a_service_runs_no_script_that_its_roles_have_no_right_to(
     package: str, scripts_by_symbol: Callable[[set[Symbol]], set[str]]
 ) -> None:
     ran = scripts_by_symbol(symbols_in(f"services/{package}")) - NEVER.get(package, set())
-    allowed = set().union(*(scripts_of(role) for role in PACKAGES[package]))
+    allowed = set().union(*(list_role_scripts(role) for role in PACKAGES[package]))
     assert ran <= allowed
-    spare = set().union(*(scripts_of(role) for role in PACKAGES[package])) - ALL - ran
+    spare = (
+        set().union(*(list_role_scripts(role) for role in PACKAGES[package])) - COMMON_SCRIPTS - ran
+    )
     assert not spare, "rights that nothing uses"
 
 
@@ -194,7 +204,7 @@ def test_what_all_processes_run_all_may(
         "common/weights/bulk",
     )
     where_no_host_may_join = {"admit_host"}  # there all are one user of Redis
-    assert scripts_by_symbol(symbols_in(*folders)) - where_no_host_may_join <= ALL
+    assert scripts_by_symbol(symbols_in(*folders)) - where_no_host_may_join <= COMMON_SCRIPTS
 
 
 @pytest.mark.parametrize(
@@ -211,12 +221,12 @@ def test_a_user_that_would_be_wider_than_its_role_is_refused(
     role: str, host: str, digest: str
 ) -> None:
     with pytest.raises(Refused):
-        rules(role, host, digest, on=True)
+        build_acl_rules(role, host, digest, enabled=True)
 
 
 def test_only_its_own_user_and_the_owner_s_commands_write_a_door() -> None:
-    for role in rights.ROLES - {"person"}:
-        written = {key for key in keys_of(role, HOST).writes if ":door:" in key}
+    for role in acl.ROLES - {"person"}:
+        written = {key for key in compute_role_permissions(role, HOST).writes if ":door:" in key}
         assert written == {f"{{mesh}}:door:{role}:{HOST}"}
 
 
@@ -227,19 +237,19 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-async def owner(url: str) -> AsyncIterator[State]:
+async def owner(url: str) -> AsyncIterator[StateClient]:
     """Of a server that knows all roles of a host, whose password is the word secret."""
-    state = await State.open(url)
-    for role in rights.ROLES:
-        words = rules(role, HOST, DIGEST, on=True)
-        await state.command("ACL", "SETUSER", redis_user(role, HOST), *words, ">secret")
+    state = await StateClient.open(url)
+    for role in acl.ROLES:
+        words = build_acl_rules(role, HOST, DIGEST, enabled=True)
+        await state.run_command("ACL", "SETUSER", make_redis_user(role, HOST), *words, ">secret")
     yield state
     await state.close()
 
 
-async def may(owner: State, role: str, *words: str) -> bool:
+async def may(owner: StateClient, role: str, *words: str) -> bool:
     """Whether Redis says that a role's user may."""
-    said = await owner.command("ACL", "DRYRUN", redis_user(role, HOST), *words)
+    said = await owner.run_command("ACL", "DRYRUN", make_redis_user(role, HOST), *words)
     return str(said) == "OK"
 
 
@@ -251,8 +261,10 @@ PUBLISH a b|RANDOMKEY|LATENCY LATEST|SLOWLOG GET|MIGRATE a 1 k 0 1|FAILOVER|CLUS
 
 
 @pytest.mark.needs("redis-server")
-@pytest.mark.parametrize("role", sorted(rights.ROLES))
-async def test_no_role_reaches_the_server_or_the_doors_of_others(owner: State, role: str) -> None:
+@pytest.mark.parametrize("role", sorted(acl.ROLES))
+async def test_no_role_reaches_the_server_or_the_doors_of_others(
+    owner: StateClient, role: str
+) -> None:
     for command in filter(None, WHOLE_SERVER.replace("\n", "|").split("|")):
         words = command.split(" ", 1) if command.startswith("EVAL") else command.split()
         words += ["0"] if command.startswith("EVAL") else []
@@ -260,7 +272,7 @@ async def test_no_role_reaches_the_server_or_the_doors_of_others(owner: State, r
     assert await may(owner, role, "HSET", f"{{mesh}}:door:{role}:{HOST}", "key", "name")
     if role == "person":
         return
-    for door in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in rights.ROLES - {role})):
+    for door in (f"{role}:{OTHER}", *(f"{one}:{HOST}" for one in acl.ROLES - {role})):
         assert not await may(owner, role, "HSET", f"{{mesh}}:door:{door}", "key", "name")
     for key in ("admitted", "doors", "revoked", "home", "settings"):
         assert not await may(owner, role, "SET", f"{{mesh}}:{key}", "1"), key
@@ -287,7 +299,7 @@ ALLOWED = [
     ("person", "SET {mesh}:probe 1 PX 1000"),
     ("person", "HGETALL {mesh}:draining"),
     ("person", "XREVRANGE {mesh}:events + -"),
-    *((role, "GET {mesh}:home") for role in sorted(rights.ROLES)),
+    *((role, "GET {mesh}:home") for role in sorted(acl.ROLES)),
 ]
 
 
@@ -303,7 +315,7 @@ REFUSED = [
     ("trainer", "HSET {mesh}:worker:w0 gang g1"),
     ("scoring", "ZADD {job}:ready 1 1"),
     ("worker", "SET {mesh}:answered:op yes"),
-    *((role, "HSET {job}:given document {}") for role in sorted(rights.ROLES - HAND_IN)),
+    *((role, "HSET {job}:given document {}") for role in sorted(acl.ROLES - HAND_IN)),
     ("planner", "RENAME {job}:given {job}:job"),
     ("node", "HSET {mesh}:asked id join"),
     ("gateway", "SET {mesh}:answered:op yes"),
@@ -314,7 +326,7 @@ REFUSED = [
 
 
 @pytest.mark.needs("redis-server")
-async def test_roles_may_ask_what_they_ask_and_not_what_others_do(owner: State) -> None:
+async def test_roles_may_ask_what_they_ask_and_not_what_others_do(owner: StateClient) -> None:
     for role, command in ALLOWED:
         assert await may(owner, role, *command.split()), (role, command)
     for role, command in REFUSED:
@@ -323,29 +335,29 @@ async def test_roles_may_ask_what_they_ask_and_not_what_others_do(owner: State) 
 
 @pytest.mark.needs("redis-server")
 async def test_a_role_runs_the_scripts_that_the_mesh_has_loaded_and_none_of_its_own(
-    owner: State, url: str
+    owner: StateClient, url: str
 ) -> None:
-    user = redis_user("sandbox", HOST).replace("@", "%40")
-    sandbox = await State.open(url.replace("unix://", f"unix://{user}:secret@"))
-    await owner.command("SCRIPT", "FLUSH")
+    user = make_redis_user("sandbox", HOST).replace("@", "%40")
+    sandbox = await StateClient.open(url.replace("unix://", f"unix://{user}:secret@"))
+    await owner.run_command("SCRIPT", "FLUSH")
     with pytest.raises(NotAllowed, match="eval"):
         await events.append(sandbox, "hello", {})
     for script in ("append", "row"):
-        await owner.command("SCRIPT", "LOAD", script_source(script)[0])
+        await owner.run_command("SCRIPT", "LOAD", load_script(script)[0])
     await events.append(sandbox, "hello", {})
     with pytest.raises(NotAllowed, match="key"):
-        await asyncio.wait_for(jobs.job(sandbox, "job"), scaled(10.0))
+        await asyncio.wait_for(jobs.read_job(sandbox, "job"), scaled(10.0))
     await sandbox.close()
 
 
 def test_a_script_is_found_by_its_name_alone_wherever_it_lies() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    assert {script_file(name) for name in NAMES} == set(SCRIPTS.rglob("*.lua"))
+    assert {find_script(name) for name in NAMES} == set(SCRIPTS_DIR.rglob("*.lua"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
-    source = script_file(name).read_text()
+    source = find_script(name).read_text()
     lines = [line for line in source.splitlines() if not line.startswith("-- uses:")]
     assert lines[0].startswith("-- ")
     assert not re.search(r"^\s*function \w", source, re.MULTILINE)
@@ -354,14 +366,14 @@ def test_a_script_says_why_it_exists_and_sets_no_globals(name: str) -> None:
 
 @pytest.mark.parametrize("name", SENT)
 def test_a_script_is_sent_with_the_prelude_and_what_it_uses(name: str) -> None:
-    source, sha = script_source(name)
+    source, sha = load_script(name)
     assert source.startswith(f"local SCRIPT = '{name}'") and len(sha) == 40
     for fragment in re.findall(r"-- uses: (.+)", source):
         for part in fragment.split():
-            assert script_file(f"_{part}").read_text() in source
+            assert find_script(f"_{part}").read_text() in source
 
 
 def test_scripts_that_write_and_are_not_idempotent_by_nature_replay_by_operation() -> None:
-    replaying = {name for name in SENT if "replayed()" in script_file(name).read_text()}
+    replaying = {name for name in SENT if "replayed()" in find_script(name).read_text()}
     assert {"admit", "group_ready", "group_returned", "write", "open_lineage"} <= replaying
     assert {"submit", "append", "request"} <= replaying

@@ -12,34 +12,47 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.api.weights import Base, Manifest, Tensor
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.weights import Manifest, TensorPiece, VersionRef
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.encoding.blob import pack
-from meshrl.common.base.errors import BadMessage, Damaged
-from meshrl.common.model.files.safetensors_file import DTYPES
-from meshrl.common.weights.layout.identity import LEAF_BYTES, Described, Tree, identity, merged
-from meshrl.common.weights.layout.laying import Chunk, How, Laying, Part, slices, whole
-from meshrl.common.weights.layout.manifest import (
-    LEAST_BYTES,
-    MOST_BYTES,
-    Rows,
-    by_chunk,
-    chunk_bytes,
-    overlapping,
-    packed,
-    unpacked,
+from meshrl.common.base.errors import BadMessage, CorruptData
+from meshrl.common.model.files.safetensors_writer import DTYPES
+from meshrl.common.weights.layout.chunk_builder import (
+    ChunkBuilder,
+    StagedChunk,
+    StagingOptions,
+    TensorRows,
+    as_complete_rows,
+    plan_copies,
 )
-from meshrl.common.weights.staging import StagedVersion, assembled
+from meshrl.common.weights.layout.identity import (
+    LEAF_BYTES,
+    MerkleTree,
+    TensorSpec,
+    compute_identity,
+    merge_trees,
+)
+from meshrl.common.weights.layout.manifest import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    RowRange,
+    choose_chunk_bytes,
+    decode_manifest,
+    encode_manifest,
+    group_by_chunk,
+    select_pieces,
+)
+from meshrl.common.weights.staging import StagedVersion, build_version
 
 SHAPES = [(7, 3000), (9, 5), (40_000,), (), (3, 4, 5000), (0, 8), (4, LEAF_BYTES // 4)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 A, B = "a" * 32, "b" * 32
 PIECES = [
-    Tensor("w", "BF16", [8, 4], A, 0, 32, 0, 0, 16),
-    Tensor("w", "BF16", [8, 4], B, 0, 32, 0, 16, 32),
-    Tensor("v", "F32", [3], B, 32, 12, 0, 0, 3),
+    TensorPiece("w", "BF16", [8, 4], A, 0, 32, 0, 0, 16),
+    TensorPiece("w", "BF16", [8, 4], B, 0, 32, 0, 16, 32),
+    TensorPiece("v", "F32", [3], B, 32, 12, 0, 0, 3),
 ]
-MANIFEST = Manifest("job", 1, 7, PIECES, base=Base(1, 0, A), image="c" * 32)
+MANIFEST = Manifest("job", 1, 7, PIECES, base=VersionRef(1, 0, A), image="c" * 32)
 TENSORS = {
     "embedding": torch.randn(37, 40, generator=torch.Generator().manual_seed(1)),
     "layers.0.qkv": torch.randn(7, 129, generator=torch.Generator().manual_seed(2)),
@@ -54,14 +67,14 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def tree_of(rows: torch.Tensor, first: int = 0) -> Tree:
-    tree = Tree()
+def tree_of(rows: torch.Tensor, first: int = 0) -> MerkleTree:
+    tree = MerkleTree()
     tree.add_rows(rows, first)
     return tree
 
 
 def root(tensor: torch.Tensor) -> str:
-    return tree_of(tensor).root(tensor.nbytes)
+    return tree_of(tensor).compute_root(tensor.nbytes)
 
 
 def brute_force(content: bytes) -> bytes:
@@ -89,18 +102,18 @@ def test_any_cut_by_rows_has_the_root_of_the_whole(
     if not shape:
         return
     ends = [0, *sorted(cut % (shape[0] + 1) for cut in cuts), shape[0]]
-    parts = [{"w": tree_of(whole[a:b], a).packed} for a, b in pairwise(ends)]
+    parts = [{"w": tree_of(whole[a:b], a).packed_parts} for a, b in pairwise(ends)]
     random.Random(seed).shuffle(parts)
-    assert merged(parts)["w"].root(whole.nbytes) == root(whole)
+    assert merge_trees(parts)["w"].compute_root(whole.nbytes) == root(whole)
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2, 3, 5, 8, 13])
 @pytest.mark.parametrize("more", [0, 1, LEAF_BYTES - 1])
 def test_the_root_is_that_of_rfc_6962(leaves: int, more: int) -> None:
     content = random.Random(leaves).randbytes(leaves * LEAF_BYTES + more)
-    tree = Tree()
-    tree.add(0, memoryview(content))
-    assert tree.root(len(content)) == brute_force(content).hex()
+    tree = MerkleTree()
+    tree.add_bytes(0, memoryview(content))
+    assert tree.compute_root(len(content)) == brute_force(content).hex()
 
 
 @pytest.mark.parametrize("shape", SHAPES[:5])
@@ -118,15 +131,15 @@ def test_each_bit_counts_and_where_it_lies(shape: tuple[int, ...]) -> None:
 def test_rows_that_are_missing_or_there_twice_have_no_identity() -> None:
     whole = drawn((9, 5000), torch.float32)
     size = whole.nbytes
-    lower, upper = tree_of(whole[:4]).packed, tree_of(whole[5:], 5).packed
+    lower, upper = tree_of(whole[:4]).packed_parts, tree_of(whole[5:], 5).packed_parts
     with pytest.raises(BadMessage):
-        merged([{"w": lower}, {"w": upper}])["w"].root(size)
+        merge_trees([{"w": lower}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        merged([{"w": tree_of(whole).packed}, {"w": upper}])["w"].root(size)
+        merge_trees([{"w": tree_of(whole).packed_parts}, {"w": upper}])["w"].compute_root(size)
     with pytest.raises(BadMessage):
-        tree_of(whole).root(size - 4)
+        tree_of(whole).compute_root(size - 4)
     with pytest.raises(BadMessage):
-        tree_of(whole).root(size + 4)
+        tree_of(whole).compute_root(size + 4)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +155,13 @@ def test_rows_that_are_missing_or_there_twice_have_no_identity() -> None:
 )
 def test_parts_that_no_tree_packed_are_refused(packed: bytes) -> None:
     with pytest.raises(BadMessage):
-        Tree().merge(packed)
+        MerkleTree().merge(packed)
 
 
 def test_names_types_and_shapes_count() -> None:
     tree = tree_of(whole := drawn((4, 6), torch.float32))
     told = {
-        identity({name: Described(dtype, shape)}, {name: tree})
+        compute_identity({name: TensorSpec(dtype, shape)}, {name: tree})
         for name, dtype, shape in [
             ("a", "F32", (4, 6)),
             ("b", "F32", (4, 6)),
@@ -157,22 +170,22 @@ def test_names_types_and_shapes_count() -> None:
         ]
     }
     assert len(told) == 4
-    assert Described.of(whole) == Described("F32", (4, 6))
+    assert TensorSpec.from_tensor(whole) == TensorSpec("F32", (4, 6))
 
 
 def test_a_manifest_is_read_only_as_it_was_written() -> None:
-    found = unpacked(packed(MANIFEST))
+    found = decode_manifest(encode_manifest(MANIFEST))
     assert (found.tensors, found.base, found.image) == (PIECES, MANIFEST.base, MANIFEST.image)
-    content = bytearray(packed(MANIFEST))
+    content = bytearray(encode_manifest(MANIFEST))
     content[content.index(A.encode())] ^= 1
-    with pytest.raises(Damaged, match="sha256"):
-        unpacked(bytes(content), where="there")
+    with pytest.raises(CorruptData, match="sha256"):
+        decode_manifest(bytes(content), where="there")
 
 
 def test_one_of_an_earlier_format_is_refused() -> None:
-    old = [Tensor("w", "F32", [4, 2], A, 0, 16), Tensor("w", "F32", [4, 2], B, 0, 16)]
+    old = [TensorPiece("w", "F32", [4, 2], A, 0, 16), TensorPiece("w", "F32", [4, 2], B, 0, 16)]
     with pytest.raises(BadMessage, match="format 1") as refused:
-        unpacked(pack(Manifest("job", 0, 1, old)))
+        decode_manifest(pack(Manifest("job", 0, 1, old)))
     assert "the version of the software that began it" in refused.value.fix
 
 
@@ -181,66 +194,68 @@ def test_one_of_an_earlier_format_is_refused() -> None:
     [
         [PIECES[0]],
         [PIECES[0], PIECES[0], PIECES[1]],
-        [Tensor("w", "BF16", [8, 4], A, 0, 60, 0, 0, 32)],
-        [Tensor("w", "NONE", [8, 4], A, 0, 64, 0, 0, 32)],
-        [Tensor("w", "BF16", [8, 4], A, 0, 64, 2, 0, 32)],
+        [TensorPiece("w", "BF16", [8, 4], A, 0, 60, 0, 0, 32)],
+        [TensorPiece("w", "NONE", [8, 4], A, 0, 64, 0, 0, 32)],
+        [TensorPiece("w", "BF16", [8, 4], A, 0, 64, 2, 0, 32)],
     ],
 )
-def test_pieces_that_are_not_their_tensor_are_refused(wrong: list[Tensor]) -> None:
+def test_pieces_that_are_not_their_tensor_are_refused(wrong: list[TensorPiece]) -> None:
     with pytest.raises(BadMessage):
-        unpacked(packed(Manifest("job", 1, 7, wrong)))
+        decode_manifest(encode_manifest(Manifest("job", 1, 7, wrong)))
 
 
 def test_who_wants_rows_gets_the_pieces_that_have_them() -> None:
-    def chunks(**wanted: Rows | None) -> list[str]:
-        return list(by_chunk(overlapping(PIECES, wanted)))
+    def chunks(**wanted: RowRange | None) -> list[str]:
+        return list(group_by_chunk(select_pieces(PIECES, wanted)))
 
-    assert chunks(w=Rows(0, 0, 4)) == [A]
-    assert chunks(w=Rows(0, 3, 5)) == [A, B]
-    assert chunks(w=Rows(0, 4, 8)) == [B]
-    assert chunks(w=Rows(1, 0, 1)) == [A, B]
+    assert chunks(w=RowRange(0, 0, 4)) == [A]
+    assert chunks(w=RowRange(0, 3, 5)) == [A, B]
+    assert chunks(w=RowRange(0, 4, 8)) == [B]
+    assert chunks(w=RowRange(1, 0, 1)) == [A, B]
     assert chunks(w=None) == [A, B]
     assert chunks(v=None) == [B]
     assert chunks() == []
 
 
 def test_a_version_is_cut_into_parts_that_hosts_relay() -> None:
-    assert chunk_bytes(1000) == LEAST_BYTES
-    assert chunk_bytes(1 << 30) == 16 << 20
-    assert chunk_bytes(140 << 30) == MOST_BYTES
+    assert choose_chunk_bytes(1000) == MIN_CHUNK_BYTES
+    assert choose_chunk_bytes(1 << 30) == 16 << 20
+    assert choose_chunk_bytes(140 << 30) == MAX_CHUNK_BYTES
 
 
-def rows_of(rank: int, ranks: int, names: list[str], part: int, parts: int) -> dict[str, Part]:
+def rows_of(
+    rank: int, ranks: int, names: list[str], part: int, parts: int
+) -> dict[str, TensorRows]:
     """Those that FSDP gives a rank."""
     found = {}
     for name in names:
         tensor = TENSORS[name]
         each = -(-len(tensor) // ranks)
         low, high = min(rank * each, len(tensor)), min((rank + 1) * each, len(tensor))
-        found[name] = Part(tuple(tensor.shape), low, tensor[low:high]).slice(part, parts)
+        found[name] = TensorRows(tuple(tensor.shape), low, tensor[low:high]).split(part, parts)
     return found
 
 
-def staged(how: How, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
+def staged(how: StagingOptions, ranks: int, most: int) -> tuple[StagedVersion, dict[str, bytes]]:
     """A version of so many ranks that copy `most` bytes at a time, and its chunks."""
     laid, chunks = [], {}
 
-    def written(found: list[Chunk]) -> list[Tensor]:
+    def written(found: list[StagedChunk]) -> list[TensorPiece]:
         pieces = []
         for chunk in found:
-            digest = digest_of(chunk.content)
+            digest = compute_digest(chunk.content)
             chunks[digest] = bytes(chunk.content)
-            assert len(chunk.content) <= how.chunk_bytes
+            assert len(chunk.content) <= how.max_chunk_bytes
             pieces += [replace(piece, chunk=digest) for piece in chunk.pieces]
         return pieces
 
     for rank in range(ranks):
-        laying, pieces = Laying(how), list[Tensor]()
-        for names, part, parts in slices(TENSORS, most):
-            pieces += written(laying.add(rows_of(rank, ranks, names, part, parts)))
-        pieces += written(laying.rest())
-        laid.append(laying.laid(pieces))
-    return assembled("job", 0, 1, TENSORS, laid), chunks
+        laying, pieces = ChunkBuilder(how), list[TensorPiece]()
+        for names, part, parts in plan_copies(TENSORS, most):
+            pieces += written(laying.add_rows(rows_of(rank, ranks, names, part, parts)))
+        pieces += written(laying.take_partial_chunk())
+        laid.append(laying.finish(pieces))
+    return build_version("job", 0, 1, TENSORS, laid), chunks
 
 
 def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Tensor]:
@@ -265,28 +280,34 @@ def read(version: StagedVersion, chunks: dict[str, bytes]) -> dict[str, torch.Te
 def test_any_ranks_and_chunks_publish_the_same_image_of_the_same_masters(
     ranks: int, chunk_bytes: int, most: int, dtype: str
 ) -> None:
-    alone, _ = staged(How(dtype, 1 << 20), 1, 1 << 20)
-    version, chunks = staged(How(dtype, chunk_bytes), ranks, most)
-    assert (version.image, version.masters) == (alone.image, alone.masters)
-    again, _ = staged(How(dtype, chunk_bytes), ranks, most)
+    alone, _ = staged(StagingOptions(dtype, 1 << 20), 1, 1 << 20)
+    version, chunks = staged(StagingOptions(dtype, chunk_bytes), ranks, most)
+    assert (version.published_identity, version.masters_identity) == (
+        alone.published_identity,
+        alone.masters_identity,
+    )
+    again, _ = staged(StagingOptions(dtype, chunk_bytes), ranks, most)
     assert again.digest == version.digest
     for name, tensor in read(version, chunks).items():
         assert torch.equal(tensor, TENSORS[name].to(DTYPES[dtype])), name
 
 
 def test_masters_are_told_from_each_other_where_the_image_is_the_same() -> None:
-    one, _ = staged(How("BF16", 1 << 20), 1, 1 << 20)
+    one, _ = staged(StagingOptions("BF16", 1 << 20), 1, 1 << 20)
     norm = TENSORS["norm"].clone()
     TENSORS["norm"].view(torch.int32)[3] ^= 1  # below what bfloat16 has
-    other, _ = staged(How("BF16", 1 << 20), 2, 1 << 20)
+    other, _ = staged(StagingOptions("BF16", 1 << 20), 2, 1 << 20)
     TENSORS["norm"].copy_(norm)
-    assert one.image == other.image and one.masters != other.masters
-    plain, _ = staged(How("F32", 1 << 20), 2, 1 << 20)
-    assert plain.masters == one.masters, "whatever type is published"
+    assert (
+        one.published_identity == other.published_identity
+        and one.masters_identity != other.masters_identity
+    )
+    plain, _ = staged(StagingOptions("F32", 1 << 20), 2, 1 << 20)
+    assert plain.masters_identity == one.masters_identity, "whatever type is published"
 
 
 def test_adapters_share_no_chunk_with_what_they_are_added_to() -> None:
-    version, _ = staged(How("F32", 1 << 20), 2, 1 << 20)
+    version, _ = staged(StagingOptions("F32", 1 << 20), 2, 1 << 20)
     adapters = {p.chunk for p in version.manifest.tensors if "adapters" in p.name}
     assert len(adapters) == 2
     assert not adapters & {p.chunk for p in version.manifest.tensors if "adapters" not in p.name}
@@ -294,8 +315,8 @@ def test_adapters_share_no_chunk_with_what_they_are_added_to() -> None:
 
 def test_rows_are_copied_when_they_are_laid() -> None:
     tensor = torch.ones(4, 4)
-    laying = Laying(How("F32", 1 << 20))
-    laying.add(whole({"w": tensor}))
+    laying = ChunkBuilder(StagingOptions("F32", 1 << 20))
+    laying.add_rows(as_complete_rows({"w": tensor}))
     tensor.zero_()
-    (chunk,) = laying.rest()
+    (chunk,) = laying.take_partial_chunk()
     assert bytes(chunk.content) == torch.ones(4, 4).numpy().tobytes()

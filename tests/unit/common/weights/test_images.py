@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.weights import Manifest, Tensor
-from meshrl.common.base.errors import Damaged, MeshError
-from meshrl.common.model.files.safetensors_file import NAMES
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.layout.images import Image, load_tensor
-from meshrl.common.weights.layout.layout import PAGE
-from meshrl.common.weights.layout.manifest import Rows
+from meshrl.common.api.weights import Manifest, TensorPiece
+from meshrl.common.base.errors import CorruptData, MeshError
+from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.manifest import RowRange
+from meshrl.common.weights.layout.memory_layout import PAGE_BYTES
+from meshrl.common.weights.layout.version_image import VersionImage, load_tensor
 
 Cut = tuple[str, int, int]  # elements of a tensor
 
@@ -31,7 +31,7 @@ class Files:
 
     def __init__(self, root: Path, tensors: dict[str, torch.Tensor]) -> None:
         self.store, self.tensors = ChunkStore(root), tensors
-        self.pieces: list[Tensor] = []
+        self.pieces: list[TensorPiece] = []
 
     def chunk(self, *cuts: Cut, dim: int = 0) -> str:
         """Writes pieces one after the other into a chunk."""
@@ -41,17 +41,17 @@ class Files:
         digest, offset = self.store.write(content), 0
         for (name, begin, end), part in zip(cuts, parts, strict=True):
             whole = self.tensors[name]
-            told = NAMES[whole.dtype], list(whole.shape), digest, offset, part.nbytes
-            self.pieces.append(Tensor(name, *told, dim, begin, end))
+            told = DTYPE_NAMES[whole.dtype], list(whole.shape), digest, offset, part.nbytes
+            self.pieces.append(TensorPiece(name, *told, dim, begin, end))
             offset += part.nbytes
         return digest
 
-    def image(self, wanted: dict[str, Rows | None] | None = None) -> Image:
-        image = Image(Manifest("job", 0, 0, self.pieces, format=2), wanted=wanted)
-        for digest in image.chunks:
-            with self.store.path(digest).open("rb") as file:
-                image.map(digest, file.fileno())
-                assert image.right(digest)
+    def image(self, wanted: dict[str, RowRange | None] | None = None) -> VersionImage:
+        image = VersionImage(Manifest("job", 0, 0, self.pieces, format=2), selection=wanted)
+        for digest in image.chunk_sizes:
+            with self.store.chunk_path(digest).open("rb") as file:
+                image.map_chunk(digest, file.fileno())
+                assert image.is_valid(digest)
         return image
 
 
@@ -71,7 +71,7 @@ held.append(files.image())
 """
 
 
-PAGE_FLOATS = PAGE // 4
+PAGE_FLOATS = PAGE_BYTES // 4
 LARGE = torch.arange(5 * PAGE_FLOATS // 2, dtype=torch.float32).reshape(-1, 2)
 COUNT = LARGE.numel()
 
@@ -82,14 +82,14 @@ def test_a_tensor_that_was_cut_at_pages_is_one_view_of_several_files(tmp_path: P
     files.chunk(("a", PAGE_FLOATS, 2 * PAGE_FLOATS))
     files.chunk(("a", 2 * PAGE_FLOATS, COUNT), ("b", 0, 7))
     image = files.image()
-    assert image.whole("a") and image.whole("b")
+    assert image.is_contiguous("a") and image.is_contiguous("b")
     assert torch.equal(image.tensors["a"], LARGE) and torch.equal(
         image.tensors["b"], torch.arange(7)
     )
-    first, *_, last = image.pieces("a")
-    assert image.tensors["a"].data_ptr() == first.content.data_ptr()
-    assert last.content.data_ptr() - first.content.data_ptr() == 2 * PAGE
-    assert image.joined_bytes == 0 and image.bytes == LARGE.nbytes + 7 * 8
+    first, *_, last = image.tensor_ranges("a")
+    assert image.tensors["a"].data_ptr() == first.elements.data_ptr()
+    assert last.elements.data_ptr() - first.elements.data_ptr() == 2 * PAGE_BYTES
+    assert image.joined_bytes == 0 and image.size_bytes == LARGE.nbytes + 7 * 8
 
 
 @pytest.mark.parametrize("at", [PAGE_FLOATS - 2, 3, PAGE_FLOATS])
@@ -100,7 +100,7 @@ def test_a_tensor_that_does_not_go_on_is_put_together_from_its_pieces(
     files.chunk(("a", 0, at))
     files.chunk(("b", 0, 7), ("a", at, COUNT))
     image = files.image()
-    assert not image.whole("a")
+    assert not image.is_contiguous("a")
     target = torch.zeros_like(LARGE)
     load_tensor(image.tensors, "a", target)
     assert torch.equal(target, LARGE) and image.joined_bytes == 0
@@ -114,7 +114,7 @@ def test_a_chunk_that_is_there_more_than_once_lies_in_one_place(tmp_path: Path) 
         files.chunk(("a", begin * PAGE_FLOATS, (begin + 1) * PAGE_FLOATS))
     files.chunk(("b", 0, PAGE_FLOATS))
     image = files.image()
-    assert len(image.chunks) == 1
+    assert len(image.chunk_sizes) == 1
     assert all(torch.equal(image.tensors[name], files.tensors[name]) for name in "ab")
 
 
@@ -150,9 +150,9 @@ def test_who_wants_rows_has_their_chunks_alone(tmp_path: Path) -> None:
     first = files.chunk(("a", 0, PAGE_FLOATS))
     files.chunk(("a", PAGE_FLOATS, COUNT))
     last = files.chunk(("b", 0, 7))
-    image = files.image({"a": Rows(0, 0, 3), "b": None})
-    assert set(image.chunks) == {first, last}
-    assert torch.equal(image.pieces("a")[0].content[:6].reshape(3, 2), LARGE[:3])
+    image = files.image({"a": RowRange(0, 0, 3), "b": None})
+    assert set(image.chunk_sizes) == {first, last}
+    assert torch.equal(image.tensor_ranges("a")[0].elements[:6].reshape(3, 2), LARGE[:3])
     with pytest.raises(KeyError):
         image.tensors["a"]
     assert torch.equal(image.tensors["b"], torch.arange(7))
@@ -163,7 +163,7 @@ def test_files_that_are_removed_stay_for_who_holds_a_tensor(tmp_path: Path) -> N
     digest = files.chunk(("a", 0, COUNT))
     image = files.image()
     held = image.tensors["a"]
-    files.store.path(digest).unlink()
+    files.store.chunk_path(digest).unlink()
     before = mapped(digest)
     del image
     gc.collect()
@@ -173,10 +173,10 @@ def test_files_that_are_removed_stay_for_who_holds_a_tensor(tmp_path: Path) -> N
     assert not mapped(digest)
 
 
-VIEWS: dict[str, Callable[[Image], object]] = {
+VIEWS: dict[str, Callable[[VersionImage], object]] = {
     "tensor": lambda image: image.tensor("a"),
-    "piece": lambda image: image.pieces("a")[0].content.reshape(-1, 2),
-    "part": lambda image: image.parts("a")[0].reshape(-1, 2),
+    "piece": lambda image: image.tensor_ranges("a")[0].elements.reshape(-1, 2),
+    "part": lambda image: image.tensor_parts("a")[0].reshape(-1, 2),
     "slice": lambda image: image.tensor("a")[:],
     "storage": lambda image: torch.empty(0).set_(
         image.tensor("a").untyped_storage(), 0, LARGE.shape, LARGE.stride()
@@ -246,29 +246,29 @@ def test_addresses_are_given_back_once(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE})
     files.chunk(("a", 0, COUNT))
     image = files.image()
-    gone, at = image._given_back, image.tensor("a").data_ptr()
+    gone, at = image._unmap_finalizer, image.tensor("a").data_ptr()
     del image
     gc.collect()
     assert not gone.alive
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    there = libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(PAGE), 3, flags, -1, 0)
+    there = libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(PAGE_BYTES), 3, flags, -1, 0)
     gone()
     gc.collect()
-    ctypes.memset(there, 7, PAGE)
-    assert libc.munmap(ctypes.c_void_p(there), ctypes.c_size_t(PAGE)) == 0
+    ctypes.memset(there, 7, PAGE_BYTES)
+    assert libc.munmap(ctypes.c_void_p(there), ctypes.c_size_t(PAGE_BYTES)) == 0
 
 
 def test_what_could_not_be_mapped_leaves_its_addresses_to_nobody_else(tmp_path: Path) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    path = files.store.path(digest := files.chunk(("a", 0, COUNT)))
-    image = Image(Manifest("job", 0, 0, files.pieces, format=2))
-    gone, at = image._given_back, image._at(digest)
+    path = files.store.chunk_path(digest := files.chunk(("a", 0, COUNT)))
+    image = VersionImage(Manifest("job", 0, 0, files.pieces, format=2))
+    gone, at = image._unmap_finalizer, image._chunk_address(digest)
     descriptor = os.open(path, os.O_WRONLY)  # which nothing can be mapped by
     try:
         with pytest.raises(MeshError, match="cannot map"):
-            image.map(digest, descriptor)
+            image.map_chunk(digest, descriptor)
     finally:
         os.close(descriptor)
     del image
@@ -285,7 +285,7 @@ def ranges() -> Iterator[tuple[int, int]]:
 
 def sees_ahead() -> bool:
     """Whether this kernel tells of pages that are not there before one looks (Linux 5.14)."""
-    with mmap.mmap(-1, PAGE) as memory:
+    with mmap.mmap(-1, PAGE_BYTES) as memory:
         try:
             memory.madvise(22)
         except OSError:
@@ -293,12 +293,12 @@ def sees_ahead() -> bool:
     return True
 
 
-TAKEN: dict[str, Callable[[Image], object]] = {
+TAKEN: dict[str, Callable[[VersionImage], object]] = {
     "tensor": lambda image: image.tensors["a"],
-    "pieces": lambda image: image.pieces("a"),
-    "parts": lambda image: image.parts("a"),
+    "pieces": lambda image: image.tensor_ranges("a"),
+    "parts": lambda image: image.tensor_parts("a"),
     "copied": lambda image: image.copy_into("a", torch.empty_like(LARGE)),
-    "gathered": lambda image: image.gathered(["a"]),
+    "gathered": lambda image: image.load_tensors(["a"]),
 }
 
 
@@ -309,8 +309,8 @@ def test_a_file_that_somebody_has_cut_meanwhile_kills_nobody(tmp_path: Path, kin
     cut = files.chunk(("a", 0, COUNT))
     files.chunk(("b", 0, 7))
     image = files.image()
-    os.truncate(files.store.path(cut), PAGE)
-    with pytest.raises(Damaged, match="cannot be read"):
+    os.truncate(files.store.chunk_path(cut), PAGE_BYTES)
+    with pytest.raises(CorruptData, match="cannot be read"):
         TAKEN[kind](image)
     assert torch.equal(image.tensors["b"], torch.arange(7))
 
@@ -324,24 +324,24 @@ def test_what_is_written_to_a_tensor_reaches_no_file(tmp_path: Path) -> None:
     digest = files.chunk(("a", 0, COUNT))
     files.image().tensors["a"].zero_()
     assert torch.equal(files.image().tensors["a"], LARGE)
-    assert files.store.whole(digest)
+    assert files.store.is_valid(digest)
 
 
 @pytest.mark.parametrize("harm", ["cut", "longer", "flipped"])
 def test_a_file_that_is_not_what_its_name_says_is_found(tmp_path: Path, harm: str) -> None:
     files = Files(tmp_path, {"a": LARGE})
-    path = files.store.path(digest := files.chunk(("a", 0, COUNT)))
+    path = files.store.chunk_path(digest := files.chunk(("a", 0, COUNT)))
     content = path.read_bytes()
     flipped = bytes([content[0] ^ 1]) + content[1:]
     path.write_bytes({"cut": content[:-1], "longer": content + b"!", "flipped": flipped}[harm])
-    image = Image(Manifest("job", 0, 0, files.pieces, format=2))
+    image = VersionImage(Manifest("job", 0, 0, files.pieces, format=2))
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if harm == "flipped":
-            image.map(digest, descriptor)
-            assert not image.right(digest)
+            image.map_chunk(digest, descriptor)
+            assert not image.is_valid(digest)
         else:
-            with pytest.raises(Damaged, match="bytes instead of"):
-                image.map(digest, descriptor)
+            with pytest.raises(CorruptData, match="bytes instead of"):
+                image.map_chunk(digest, descriptor)
     finally:
         os.close(descriptor)

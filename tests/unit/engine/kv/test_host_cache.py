@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.generation.builtin.build import TorchEngine
-from meshrl.common.generation.contract import Request
-from meshrl.common.generation.loading import CHUNK
-from meshrl.services.engine.kv.chunk_files import ChunkHead, FoundChunk
+from meshrl.common.generation.builtin.engine_builder import BuiltinEngine
+from meshrl.common.generation.engine_contract import GenerationRequest
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
+from meshrl.services.engine.kv.chunk_files import ChunkHeader, StoredChunk
 from meshrl.services.engine.kv.host_cache import HostCache
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.kv_tier import KVTier
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import (
     BUILT_IN,
@@ -34,14 +34,14 @@ from tests.unit.common.generation.test_torch_engine import holds, words
 SESSION, PROMPT = 3, 700
 
 
-def first_turn(engine: TorchEngine, **more: Any) -> list[int]:
+def first_turn(engine: BuiltinEngine, **more: Any) -> list[int]:
     """The session's context after its first turn and a tool's answer."""
     context = words(5, PROMPT)
     heard = run(engine, request(1, context, session=SESSION, max_new=6, seed=9, **more))
     return [*context, *heard.tokens, 7, 8]
 
 
-def second_turn(engine: TorchEngine, context: list[int], **more: Any) -> tuple[Heard, int]:
+def second_turn(engine: BuiltinEngine, context: list[int], **more: Any) -> tuple[Heard, int]:
     """What the engine says, and the tokens that it computed; what is kept may come first."""
     before = engine.tokens_computed
     asked = request(2, context, session=SESSION, max_new=5, seed=11, temperature=0.0, **more)
@@ -49,7 +49,7 @@ def second_turn(engine: TorchEngine, context: list[int], **more: Any) -> tuple[H
     return heard, engine.tokens_computed - before
 
 
-def lost(engine: TorchEngine, cache: HostCache, version: int = 0) -> None:
+def lost(engine: BuiltinEngine, cache: HostCache, version: int = 0) -> None:
     """The engine sleeps and wakes: its own cache is empty."""
     engine.sleep()
     engine.wake(decoder(version).state_dict(), version)
@@ -64,39 +64,39 @@ def test_a_session_goes_on_after_its_engine_slept(tmp_path: Path, path: str) -> 
         lost(engine, cache)
         heard, computed = second_turn(engine, context)
         holds(heard, decoder(), context)
-        assert computed < len(context) - CHUNK
+        assert computed < len(context) - CHUNK_TOKENS
         told = cache.stats()
-        assert told.loaded["disk"] >= CHUNK and told.saved_s > 0
+        assert told.loaded["disk"] >= CHUNK_TOKENS and told.saved_s > 0
 
 
 @pytest.mark.needs("compiler")
 def test_a_session_goes_on_after_others_took_its_slot(tmp_path: Path) -> None:
-    with cached(tmp_path / "kv", slots=2, kv_tokens=LENGTH + 64) as (engine, cache):
+    with cached(tmp_path / "kv", slots=2, kv_cache_tokens=LENGTH + 64) as (engine, cache):
         context = first_turn(engine)
         for other in range(10, 13):
             run(engine, request(other, words(other, 600), session=other, max_new=2))
         settled(cache)
         heard, _ = second_turn(engine, context)
         holds(heard, decoder(), context)
-        assert cache.stats().loaded["disk"] >= CHUNK
+        assert cache.stats().loaded["disk"] >= CHUNK_TOKENS
 
 
 @pytest.mark.needs("compiler")
 @pytest.mark.parametrize("path", ["native", "graphs"])
 def test_requests_that_give_way_are_loaded_again(tmp_path: Path, path: str) -> None:
     """Three that grow in a cache with room for one and a half."""
-    with cached(tmp_path / "kv", path, kv_tokens=LENGTH + 400) as (engine, cache):
+    with cached(tmp_path / "kv", path, kv_cache_tokens=LENGTH + 400) as (engine, cache):
         listener = Listener(engine)
         asked = [request(i, words(i, 650), max_new=150, temperature=0.0) for i in range(3)]
         engine.submit(asked)
-        while engine.running or engine.waiting:
+        while engine.num_running or engine.num_waiting:
             engine.step()
             settled(cache)
             arrived(engine)
             listener.drain()
         for i in range(3):
             holds(listener.of(i), decoder(), words(i, 650))
-        assert engine.preempted and cache.stats().loaded["disk"] >= CHUNK
+        assert engine.num_preempted and cache.stats().loaded["disk"] >= CHUNK_TOKENS
 
 
 @pytest.mark.needs("compiler")
@@ -111,7 +111,7 @@ def test_engines_of_one_host_share_what_they_compute(tmp_path: Path) -> None:
         heard, computed = second_turn(two, context)
         holds(heard, decoder(), context)
         # How much of it comes before it is computed here depends on how busy the host is.
-        assert second.stats().loaded["disk"] >= CHUNK
+        assert second.stats().loaded["disk"] >= CHUNK_TOKENS
         assert computed < len(context)
 
 
@@ -124,12 +124,14 @@ def test_an_engine_that_goes_leaves_what_it_generated_to_the_others(tmp_path: Pa
         context = words(5, 300)
         said = run(one, request(1, context, session=SESSION, max_new=600, temperature=0.0)).tokens
         context = [*context, *said, 7]
-        first.keep_all()
+        first.offload_all()
         settled(first)
         heard, computed = second_turn(two, context)
         holds(heard, decoder(), context)
-        assert computed < len(context) - CHUNK
-        assert any(one.head.start > 300 for one in on_shelves(second) if one.head is not None)
+        assert computed < len(context) - CHUNK_TOKENS
+        assert any(
+            one.header.start_token > 300 for one in on_shelves(second) if one.header is not None
+        )
 
 
 @pytest.mark.needs("compiler")
@@ -167,7 +169,7 @@ def test_chunks_that_are_damaged_are_computed(tmp_path: Path, harm: Callable[[Pa
         context = first_turn(engine)
         lost(engine, cache)
         files = [one.path for one in on_shelves(cache)]
-        assert len(files) >= PROMPT // CHUNK
+        assert len(files) >= PROMPT // CHUNK_TOKENS
         for path in files:
             harm(path)
         heard, computed = second_turn(engine, context)
@@ -192,16 +194,16 @@ def test_a_cache_of_older_weights_is_unchanged(tmp_path: Path, path: str, mixed:
         last = 2 if mixed else 1
         for each, context in zip((engine, stayed), contexts, strict=True):
             if mixed:
-                each.swap(decoder(1).state_dict(), 1)
+                each.update_weights(decoder(1).state_dict(), 1)
                 heard = run(each, request(4, context, session=SESSION, max_new=3, seed=1))
                 context += [*heard.tokens, 9]
         assert contexts[0] == contexts[1]
         if mixed:
-            cache.computing("v1")
+            cache.set_weights("v1")
         lost(engine, cache, 1 if mixed else 0)  # what it lets go of is of the weights before
         for each in (engine, stayed):
-            each.swap(decoder(last).state_dict(), last)
-        cache.computing(f"v{last}")
+            each.update_weights(decoder(last).state_dict(), last)
+        cache.set_weights(f"v{last}")
         settled(cache)
         before = stayed.tokens_computed
         expected = run(
@@ -219,8 +221,8 @@ def test_under_recompute_nothing_of_older_weights_comes_back(tmp_path: Path) -> 
     with cached(tmp_path / "kv", policy="recompute") as (engine, cache):
         context = first_turn(engine)
         lost(engine, cache)
-        engine.swap(decoder(1).state_dict(), 1)
-        cache.computing("v1")
+        engine.update_weights(decoder(1).state_dict(), 1)
+        cache.set_weights("v1")
         settled(cache)
         assert on_shelves(cache) == []
         heard, computed = second_turn(engine, context)
@@ -232,8 +234,8 @@ def test_under_recompute_nothing_of_older_weights_comes_back(tmp_path: Path) -> 
 def test_another_session_never_gets_a_mixed_cache(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         context = first_turn(engine)
-        engine.swap(decoder(1).state_dict(), 1)
-        cache.computing("v1")
+        engine.update_weights(decoder(1).state_dict(), 1)
+        cache.set_weights("v1")
         lost(engine, cache, 1)
         asked = request(9, context, session=SESSION + 1, max_new=5, temperature=0.0)
         heard = run(engine, asked, loading=True)
@@ -248,26 +250,26 @@ def test_a_session_that_is_lost_twice_has_all_of_it_kept(tmp_path: Path) -> None
             asked = request(turn, context, session=SESSION, max_new=200, temperature=0.0)
             context = [*context, *run(engine, asked, loading=True).tokens, 7]
             lost(engine, cache)
-        starts = {one.head.start for one in on_shelves(cache) if one.head is not None}
-        assert starts >= set(range(0, 600, CHUNK))
-        (shelf,) = cache._shelves
-        assert shelf.waiting() == {SESSION + 1}
+        starts = {one.header.start_token for one in on_shelves(cache) if one.header is not None}
+        assert starts >= set(range(0, 600, CHUNK_TOKENS))
+        (shelf,) = cache._tiers
+        assert shelf.list_resumable() == {SESSION + 1}
         heard, computed = second_turn(engine, context)
         holds(heard, decoder(), context)
-        assert computed < len(context) - CHUNK
+        assert computed < len(context) - CHUNK_TOKENS
 
 
 @pytest.mark.needs("compiler")
 def test_a_session_that_ends_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     with cached(tmp_path / "kv") as (engine, cache):
         first_turn(engine)
-        engine.swap(decoder(1).state_dict(), 1)
-        cache.computing("v1")
+        engine.update_weights(decoder(1).state_dict(), 1)
+        cache.set_weights("v1")
         lost(engine, cache, 1)
-        assert any(cast(ChunkHead, one.head).session for one in on_shelves(cache))
-        engine.release([SESSION])
+        assert any(cast(ChunkHeader, one.header).session_tag for one in on_shelves(cache))
+        engine.release_sessions([SESSION])
         settled(cache)
-        assert not any(cast(ChunkHead, one.head).session for one in on_shelves(cache))
+        assert not any(cast(ChunkHeader, one.header).session_tag for one in on_shelves(cache))
 
 
 @pytest.mark.needs("compiler")
@@ -302,14 +304,14 @@ def cached(
     budget: int = BUDGET,
     weights: str = "v0",
     **more: Any,
-) -> Iterator[tuple[TorchEngine, HostCache]]:
+) -> Iterator[tuple[BuiltinEngine, HostCache]]:
     """An engine of version 0 with its shelf."""
     clock = SystemClock()
     engine = built_in(path, slots, LENGTH, clock=clock, kv_on_update=policy, **more)
     shelf = KVTier("disk", directory, budget, clock.wall)
     cache = HostCache([shelf], clock, engine, policy, lambda: None, raised)
-    engine.prefixes = cache
-    cache.computing(weights)
+    engine.prefix_store = cache
+    cache.set_weights(weights)
     try:
         yield engine, cache
     finally:
@@ -321,20 +323,20 @@ def settled(cache: HostCache) -> None:
     assert cache.writer.flush(scaled(20.0))
 
 
-def on_shelves(cache: HostCache) -> list[FoundChunk]:
+def on_shelves(cache: HostCache) -> list[StoredChunk]:
     """All chunks that lie there."""
-    return [one for shelf in cache._shelves for one in shelf.files.scan()]
+    return [one for shelf in cache._tiers for one in shelf.files.scan()]
 
 
-def arrived(engine: TorchEngine) -> None:
+def arrived(engine: BuiltinEngine) -> None:
     """All has come that is wanted of what the engine is loading."""
     until = time.monotonic() + scaled(20)
-    while any(not load.over for load in engine.schedule.loads.under_way.values()):
+    while any(not load.is_finished for load in engine.scheduler.prefix_loads.active_loads.values()):
         time.sleep(0.001)
         assert time.monotonic() < until, "a load does not end"
 
 
-def run(engine: TorchEngine, asked: Request, *, loading: bool = False) -> Heard:
+def run(engine: BuiltinEngine, asked: GenerationRequest, *, loading: bool = False) -> Heard:
     """What an engine answers, in no hurry: with `loading`, what can come comes after its first
     step."""
     listener = Listener(engine)

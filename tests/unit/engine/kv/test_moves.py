@@ -14,37 +14,43 @@ import pytest
 
 from loadtests.measuring.meshed import own_keys, unrenewed
 from meshrl.common.api.engine import (
-    Attach,
+    AttachStream,
     CacheFrame,
-    CacheHead,
+    CacheHeader,
     CacheMove,
-    CacheMoved,
+    CacheMoveResult,
+    ChunkLookup,
     Engine,
-    Sampling,
-    Stored,
-    Submit,
-    Tokens,
+    SamplingParams,
+    SubmitRequests,
+    TokenBatch,
 )
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import BadMessage, PeerLost
 from meshrl.common.base.random import Random
-from meshrl.common.generation.loading import CHUNK
+from meshrl.common.generation.prefix_loading import CHUNK_TOKENS
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams
 from meshrl.common.state import registry
-from meshrl.common.state.registry import Entry
-from meshrl.common.weights.bulk.port import serve
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.port import serve_chunks
 from meshrl.services.engine.kv import peers as asking
-from meshrl.services.engine.kv.chunk_files import ChunkHead, domain_of, names_of
+from meshrl.services.engine.kv.cache_moves import (
+    MOVE_TIMEOUT_S,
+    CacheMoves,
+    _assemble_chunks,
+    _check_head,
+    _ReceivedCache,
+)
+from meshrl.services.engine.kv.chunk_files import ChunkHeader, compute_chunk_names, compute_domain
 from meshrl.services.engine.kv.host_cache import HostCache
-from meshrl.services.engine.kv.moves import MOVE_S, CacheMoves, _Came, _checked, _chunks
-from meshrl.services.engine.kv.peers import FRUITLESS, SELDOM, Peers
-from meshrl.services.engine.kv.shelf import KVTier
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.peers import MAX_EMPTY_ANSWERS, QUERY_EVERY, PeerEngines
 from meshrl.services.engine.service import EngineService
-from meshrl.sim.engines.simulated import SimulatedEngine
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.load import scaled
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
@@ -65,20 +71,20 @@ class Bench:
     def __init__(self, clock: VirtualClock, random: Random) -> None:
         self.clock, self.random = clock, random
         self.network = MemoryNetwork(clock, random.child("network"))
-        self.state = simulated_state(clock)
+        self.state = open_simulated_state(clock)
         self.shard = self._mesh(SHARD)
         self.engines = {name: built_in("eager", SLOTS, 700) for name in ("engine/a", "engine/b")}
         self.services = {name: self._service(name) for name in self.engines}
         self.turns = 0
         self._tasks: list[asyncio.Task[Any]] = []
-        self._flushes: dict[int, list[Tokens]] = {}
+        self._flushes: dict[int, list[TokenBatch]] = {}
         self._over: dict[int, asyncio.Future[None]] = {}
 
     def _mesh(self, name: str) -> Mesh:
         return Mesh(
             name,
             name.partition("/")[0],
-            Seams(
+            MeshDependencies(
                 state=self.state,
                 transport=MemoryTransport(self.network, f"mem://{name}"),
                 clock=self.clock,
@@ -89,7 +95,7 @@ class Bench:
 
     def _service(self, name: str) -> EngineService:
         service = EngineService(self._mesh(name), self.engines[name], lambda action: action())
-        service.moves.frame_bytes = 3_000
+        service.cache_moves.frame_bytes = 3_000
         return service
 
     async def start(self) -> None:
@@ -98,7 +104,7 @@ class Bench:
             await service.mesh.join(service)
             self._begin(self._drive(service))
             self._begin(self._listen(name))
-            await service.weights.swap(decoder().state_dict(), 0, "manifest")
+            await service.weights.update_weights(decoder().state_dict(), 0, "manifest")
         await self.clock.sleep(0.1)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -106,14 +112,16 @@ class Bench:
 
     async def _drive(self, service: EngineService) -> None:
         while True:
-            service.turn()
+            service.run_once()
             await self.clock.sleep(STEP_S)
 
     async def _listen(self, name: str) -> None:
-        attach = Attach(SHARD, self.shard.incarnation)
+        attach = AttachStream(SHARD, self.shard.incarnation)
         with suppress(PeerLost):
             async for flush in self.shard.ref(name).stream(Engine.attach, attach):
-                for request, finish in zip(flush.ids.tolist(), flush.finish.tolist(), strict=True):
+                for request, finish in zip(
+                    flush.request_ids.tolist(), flush.finish_reasons.tolist(), strict=True
+                ):
                     self._flushes[request].append(flush)
                     if finish:
                         self._over[request].set_result(None)
@@ -129,20 +137,20 @@ class Bench:
         request = self.turns
         self._flushes[request] = []
         self._over[request] = asyncio.get_running_loop().create_future()
-        one = {k: np.array([v]) for k, v in (("ids", request), ("sessions", SESSION))}
+        one = {k: np.array([v]) for k, v in (("request_ids", request), ("sessions", SESSION))}
         await self.shard.ref(name).call(
             Engine.submit,
-            Submit(
+            SubmitRequests(
                 owner=SHARD,
                 incarnation=self.shard.incarnation,
                 lengths=np.array([len(context)], np.int32),
                 tokens=np.array(context, np.int32),
-                begins=np.array([len(context)], np.int32),
-                max_new=np.array([5], np.int32),
+                turn_starts=np.array([len(context)], np.int32),
+                max_new_tokens=np.array([5], np.int32),
                 temperature=np.array([1.0], np.float32),
                 seeds=np.array([3]),
-                sampling=Sampling([], []),
-                ended=np.zeros(0, np.int64),
+                sampling=SamplingParams([], []),
+                ended_sessions=np.zeros(0, np.int64),
                 **one,
             ),
         )
@@ -151,9 +159,9 @@ class Bench:
         tokens = np.concatenate([flush.tokens for flush in flushes])
         return tokens.tolist(), np.concatenate([flush.logprobs for flush in flushes]).tolist()
 
-    async def move(self, **more: Any) -> CacheMoved:
+    async def move(self, **more: Any) -> CacheMoveResult:
         move = CacheMove(**{"owner": SHARD, "session": SESSION, "source": "engine/a", **more})
-        return await self.shard.ref("engine/b").call(Engine.move, move)
+        return await self.shard.ref("engine/b").call(Engine.move_cache, move)
 
 
 def on_bench(story: Story) -> None:
@@ -193,9 +201,9 @@ async def recomputes(bench: Bench, context: list[int], at_least: int) -> None:
 async def test_a_session_goes_on_elsewhere_as_if_it_had_stayed(bench: Bench) -> None:
     context = await begun(bench)
     moved = await bench.move()
-    assert (moved.tokens, moved.adopted) == (504, True)
-    assert moved.bytes == 512 * bench.engines["engine/a"].cache_bytes_per_token
-    assert 0 < moved.seconds < 10.0
+    assert (moved.tokens, moved.is_complete) == (504, True)
+    assert moved.size_bytes == 512 * bench.engines["engine/a"].cache_bytes_per_token
+    assert 0 < moved.duration_s < 10.0
     before = computed(bench, "engine/b")
     there = await bench.turn("engine/b", context)
     assert computed(bench, "engine/b") - before == len(context) - 504 + 4
@@ -209,9 +217,9 @@ async def test_what_the_source_does_not_have_is_computed(bench: Bench) -> None:
         await bench.move(session=SESSION + 1),
         await bench.move(owner="rollout/9"),
     ):
-        assert (nothing.tokens, nothing.bytes, nothing.adopted) == (0, 0, False)
+        assert (nothing.tokens, nothing.size_bytes, nothing.is_complete) == (0, 0, False)
     bench.services["engine/b"].draining = True
-    assert not (await bench.move()).adopted
+    assert not (await bench.move()).is_complete
     bench.services["engine/b"].draining = False
     await recomputes(bench, context, 500)
 
@@ -228,9 +236,11 @@ async def test_an_engine_without_a_cache_gives_nothing(bench: Bench) -> None:
 @story_on(on_bench)
 async def test_equal_numbers_of_two_lineages_are_other_weights(bench: Bench) -> None:
     context = await begun(bench)
-    await bench.services["engine/b"].weights.swap(decoder(1).state_dict(), 0, "another lineage")
+    await bench.services["engine/b"].weights.update_weights(
+        decoder(1).state_dict(), 0, "another lineage"
+    )
     assert (await bench.move()).tokens == 0
-    await bench.services["engine/b"].weights.swap(decoder().state_dict(), 0, "manifest")
+    await bench.services["engine/b"].weights.update_weights(decoder().state_dict(), 0, "manifest")
     await recomputes(bench, context, 500)
 
 
@@ -250,7 +260,7 @@ async def test_what_comes_is_computed_meanwhile(bench: Bench) -> None:
     turn, move = bench.turn("engine/b", context), bench.move()
     there, moved = await asyncio.gather(turn, move)
     assert computed(bench, "engine/b") - before <= len(context) + 4
-    assert moved.adopted or not moved.tokens
+    assert moved.is_complete or not moved.tokens
     assert there[0] == expected[0]
     np.testing.assert_allclose(there[1], expected[1], atol=2e-4)
 
@@ -264,7 +274,7 @@ async def test_a_source_that_dies_half_way_leaves_what_came(bench: Bench) -> Non
         await bench.clock.sleep(STEP_S / 10)
     await bench.services["engine/a"].mesh.transport.close()
     moved = await later
-    assert 0 < moved.tokens < 504 and not moved.adopted
+    assert 0 < moved.tokens < 504 and not moved.is_complete
     before = computed(bench, "engine/b")
     there = await bench.turn("engine/b", context)
     beyond = 510 - (len(context) - 1)  # came too, of the turn that the source had had
@@ -277,7 +287,8 @@ async def test_a_source_that_dies_half_way_leaves_what_came(bench: Bench) -> Non
 def copied(bench: Bench) -> bool:
     """Whether some of the session is at engine b."""
     return any(
-        load.waiting_bytes for load in bench.engines["engine/b"].schedule.loads.offered.values()
+        load.received_bytes
+        for load in bench.engines["engine/b"].scheduler.prefix_loads.offered_loads.values()
     )
 
 
@@ -293,8 +304,8 @@ async def test_a_silent_source_is_given_up_on(bench: Bench) -> None:
     await turn
     assert bench.clock.monotonic() - began < 5.0, "nobody waits for it"
     moved = await later
-    assert bench.clock.monotonic() - began < MOVE_S
-    assert 0 < moved.tokens < 504 and not moved.adopted
+    assert bench.clock.monotonic() - began < MOVE_TIMEOUT_S
+    assert 0 < moved.tokens < 504 and not moved.is_complete
     await recomputes(bench, context, 0)
 
 
@@ -306,9 +317,9 @@ async def test_a_move_that_nobody_waits_for_ends_at_both_engines(bench: Bench) -
         await bench.clock.sleep(STEP_S / 10)
     later.cancel()
     await bench.clock.sleep(0.5)
-    (load,) = bench.engines["engine/b"].schedule.loads.offered.values()
-    assert load.over and load.waiting_bytes
-    assert bench.services["engine/a"].mesh._server.running == 1, "the shard's own stream"
+    (load,) = bench.engines["engine/b"].scheduler.prefix_loads.offered_loads.values()
+    assert load.is_finished and load.received_bytes
+    assert bench.services["engine/a"].mesh._server.running_count == 1, "the shard's own stream"
     await recomputes(bench, context, 1)
 
 
@@ -319,7 +330,7 @@ async def test_a_request_that_has_met_what_comes_lets_the_source_go(bench: Bench
     moved = await bench.move()
     assert not moved.tokens or moved.tokens <= 504
     await bench.clock.sleep(0.5)
-    assert bench.services["engine/a"].mesh._server.running == 1
+    assert bench.services["engine/a"].mesh._server.running_count == 1
 
 
 @story_on(on_bench)
@@ -328,32 +339,32 @@ async def test_many_sessions_move_at_once_and_requests_go_on(bench: Bench) -> No
     moves = asyncio.gather(*(bench.move() for _ in range(9)))
     aside = await bench.turn("engine/b", context)
     assert (await bench.turn("engine/a", context))[0] == aside[0]
-    assert all(moved.bytes or not moved.adopted for moved in await moves)
+    assert all(moved.size_bytes or not moved.is_complete for moved in await moves)
 
 
 def test_frames_that_belong_to_no_chunk_are_refused() -> None:
     ten = np.zeros(10, np.uint8)
 
     def frame(content: Any = ten, **more: Any) -> CacheFrame:
-        about = {"head": None, "start": 0, "end": 16, "size": 20, **more}
+        about = {"header": None, "start": 0, "end": 16, "size_bytes": 20, **more}
         return CacheFrame(content=content, **about)
 
-    head = CacheHead(np.zeros(16, np.int32), "layout", 0, 16, 0, "")
+    head = CacheHeader(np.zeros(16, np.int32), "layout", 0, 16, 0, "")
     for wrong in (
         [frame(np.zeros(21, np.uint8))],
         [frame(), frame(end=17)],
-        [frame(), frame(), frame(size=1 << 40)],
-        [frame(size=0)],
+        [frame(), frame(), frame(size_bytes=1 << 40)],
+        [frame(size_bytes=0)],
         [frame(ten.astype(np.int32)[:2])],
         [frame(), frame(np.zeros(0, np.uint8))],
         [frame(start=1)],
-        [frame(end=CHUNK + 1)],
-        [frame(head=head)],
+        [frame(end=CHUNK_TOKENS + 1)],
+        [frame(header=head)],
     ):
         assert asyncio.run(refused(wrong))
-    for one in (frame(), frame(head=CacheHead(np.zeros(16), "", 0, 16, 0, ""))):
+    for one in (frame(), frame(header=CacheHeader(np.zeros(16), "", 0, 16, 0, ""))):
         with pytest.raises(BadMessage):
-            _checked(one)
+            _check_head(one)
 
 
 async def refused(frames: list[CacheFrame]) -> bool:
@@ -362,7 +373,7 @@ async def refused(frames: list[CacheFrame]) -> bool:
             yield frame
 
     try:
-        async for _ in _chunks(come(), _Came()):
+        async for _ in _assemble_chunks(come(), _ReceivedCache()):
             pass
     except BadMessage:
         return True
@@ -375,7 +386,7 @@ class Slow:
     def __init__(self) -> None:
         self.clock = StandingClock()
 
-    def copied(self, session: int, start: int, end: int) -> Any:
+    def copy_session_cache(self, session: int, start: int, end: int) -> Any:
         self.clock.pass_(0.002)
         return np.zeros(4, np.uint8)
 
@@ -385,16 +396,16 @@ def test_a_stop_copies_as_many_chunks_as_the_pause_allows() -> None:
     unused: Any = lambda *_: ""  # noqa: E731
     moves = CacheMoves(slow, slow, slow, *[unused] * 4)  # type: ignore[arg-type]
     for first in (1, 64):
-        moves.chunks = first
+        moves.chunks_per_stop = first
         for _ in range(6):
-            starts = list(range(0, moves.chunks * CHUNK, CHUNK))
-            moves._copy(SESSION, 1 << 20, starts)
-        assert abs(moves.chunks - 5) <= 1
+            starts = list(range(0, moves.chunks_per_stop * CHUNK_TOKENS, CHUNK_TOKENS))
+            moves._copy_chunks(SESSION, 1 << 20, starts)
+        assert abs(moves.chunks_per_stop - 5) <= 1
 
 
 JOB, SECRET = "j", "ab" * 32
-DOMAIN = domain_of("weights", "", "layout", "keep")
-NAMES = dict(enumerate(names_of(DOMAIN, np.arange(128 * 12))))
+DOMAIN = compute_domain("weights", "", "layout", "keep")
+NAMES = dict(enumerate(compute_chunk_names(DOMAIN, np.arange(128 * 12))))
 CONTENT = np.arange(70_000, dtype=np.uint32).view(np.uint8)
 
 
@@ -403,12 +414,12 @@ class Cached:
 
     cache_layout, cache_bytes_per_token, prefill_tokens_per_s = "layout", 100, 0.0
 
-    def keep_all(self) -> None:
+    def offload_all(self) -> None:
         """There is nothing."""
 
 
 @asynccontextmanager
-async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, EngineService]]:
+async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[PeerEngines, KVTier, EngineService]]:
     """What one host asks, and the shelf and the engine of the other."""
     clock = SystemClock()
     keys = own_keys()
@@ -417,11 +428,11 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, Engine
     engine = SimulatedEngine(clock, 4)
     service = EngineService(there, engine, lambda action: action())
     cache = HostCache([shelf], clock, Cached(), "keep", lambda: None, raised)
-    service.use(cache)
-    bulk = serve(there, cache.shelved, takes=False)
+    service.use_host_cache(cache)
+    bulk = serve_chunks(there, cache.chunk_store, accepts_uploads=False)
     here.start()
     await there.join(service, bulk_address=bulk.address)
-    entry = Entry(
+    entry = RegistryEntry(
         there.name,
         "engine",
         address=there.transport.address,
@@ -432,7 +443,7 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, Engine
     )
     await registry.register(here.state, entry, 10**9)
     try:
-        yield Peers(here, JOB, asyncio.get_running_loop()), shelf, service
+        yield PeerEngines(here, JOB, asyncio.get_running_loop()), shelf, service
     finally:
         bulk.close()
         await asyncio.to_thread(cache.close)
@@ -443,11 +454,13 @@ async def two_hosts(tmp_path: Path) -> AsyncIterator[tuple[Peers, KVTier, Engine
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a host of a busy machine longer to answer."""
-    monkeypatch.setattr(asking, "ASK_S", min(asking.CHUNK_S, scaled(asking.ASK_S)))
+    monkeypatch.setattr(
+        asking, "QUERY_TIMEOUT_S", min(asking.CHUNK_TIMEOUT_S, scaled(asking.QUERY_TIMEOUT_S))
+    )
 
 
 def put(shelf: KVTier, at: int) -> Path:
-    head = ChunkHead(128 * at, 128, 1.0, 0)
+    head = ChunkHeader(128 * at, 128, 1.0, 0)
     assert shelf.put(DOMAIN, NAMES[at], head, CONTENT)
     return shelf.files.path(DOMAIN, NAMES[at])
 
@@ -456,19 +469,19 @@ async def test_what_another_host_has_is_found_and_read(patient: None, tmp_path: 
     async with two_hosts(tmp_path) as (peers, shelf, _):
         for at in (3, 7):
             put(shelf, at)
-        assert sorted(await asyncio.to_thread(peers.look, DOMAIN, NAMES)) == [3, 7]
+        assert sorted(await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)) == [3, 7]
         for at in (7, 3, 7):
             found = await asyncio.to_thread(peers.read, DOMAIN, NAMES[at])
             assert found is not None
             tier, head, content = found
-            assert (tier, head.start) == ("peers", 128 * at) and (content == CONTENT).all()
+            assert (tier, head.start_token) == ("peers", 128 * at) and (content == CONTENT).all()
         assert await asyncio.to_thread(peers.read, DOMAIN, NAMES[4]) is None
 
 
 async def test_what_is_damaged_or_gone_there_is_a_miss(patient: None, tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (peers, shelf, _):
         damaged, gone = put(shelf, 1), put(shelf, 2)
-        assert len(await asyncio.to_thread(peers.look, DOMAIN, NAMES)) == 2
+        assert len(await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)) == 2
         raw = bytearray(damaged.read_bytes())
         raw[-1] ^= 1
         damaged.write_bytes(raw)
@@ -482,38 +495,40 @@ async def test_a_host_that_does_not_answer_costs_a_second_and_no_error(tmp_path:
         put(shelf, 1)
         await service.mesh.transport.close()
         began = asyncio.get_running_loop().time()
-        assert not await asyncio.to_thread(peers.look, DOMAIN, NAMES)
-        assert asyncio.get_running_loop().time() - began < min(asking.WAIT_S - 1, scaled(5.0))
+        assert not await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)
+        assert asyncio.get_running_loop().time() - began < min(
+            asking.LOOP_TIMEOUT_S - 1, scaled(5.0)
+        )
 
 
 async def test_engines_of_other_jobs_and_of_this_host_are_not_asked(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (peers, shelf, _):
         put(shelf, 1)
-        (entry,) = [e for e in await registry.entries(peers._mesh.state, "engine") if e.bulk]
+        (entry,) = [e for e in await registry.list_entries(peers._mesh.state, "engine") if e.bulk]
         own = peers._mesh.settings.host
-        assert peers._serves(entry)
+        assert peers._is_peer(entry)
         for other in ({"host": own}, {"stats": {"job": "k"}}, {"bulk": ""}, {"alive": False}):
-            assert not peers._serves(replace(entry, **other))
+            assert not peers._is_peer(replace(entry, **other))
 
 
 async def test_who_never_finds_anything_asks_seldom(patient: None, tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (peers, _, service):
         asked = 0
 
-        def count(request: Stored) -> np.ndarray:
+        def count(request: ChunkLookup) -> np.ndarray:
             nonlocal asked
             asked += 1
             return np.zeros(len(NAMES), np.bool_)
 
-        assert service.kv is not None
-        service.kv.stored = count  # type: ignore[assignment, method-assign]
-        for _ in range(FRUITLESS + 4 * SELDOM):
-            await asyncio.to_thread(peers.look, DOMAIN, NAMES)
-        assert FRUITLESS <= asked <= FRUITLESS + 5
+        assert service.host_cache is not None
+        service.host_cache.look_up_chunks = count  # type: ignore[method-assign]
+        for _ in range(MAX_EMPTY_ANSWERS + 4 * QUERY_EVERY):
+            await asyncio.to_thread(peers.look_up, DOMAIN, NAMES)
+        assert MAX_EMPTY_ANSWERS <= asked <= MAX_EMPTY_ANSWERS + 5
 
 
 async def test_a_domain_that_is_no_name_is_refused(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (peers, _, service):
-        asked = Stored("../../etc", np.zeros(16, np.uint8))
+        asked = ChunkLookup("../../etc", np.zeros(16, np.uint8))
         with pytest.raises(BadMessage):
-            await peers._mesh.ref(service.mesh.name).call(Engine.stored, asked)
+            await peers._mesh.ref(service.mesh.name).call(Engine.look_up_chunks, asked)

@@ -13,12 +13,17 @@ from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import DeadlineExceeded, MeshError, PeerLost, RemoteFailure
 from meshrl.services.engine.sglang import v0_5
-from meshrl.services.engine.sglang.http import BESIDE, IDLE_S, Http
-from meshrl.services.engine.sglang.requests import SentRequest
-from meshrl.services.engine.sglang.v0_5 import StreamChunk, chunk, generate, plain
+from meshrl.services.engine.sglang.http_client import EXTRA_CONNECTIONS, KEEPALIVE_S, HttpClient
+from meshrl.services.engine.sglang.server_requests import SentRequest
+from meshrl.services.engine.sglang.v0_5 import (
+    StreamChunk,
+    build_generate_body,
+    is_plain_sampling,
+    parse_chunk,
+)
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import VOCAB, request, text_of
 
@@ -31,7 +36,7 @@ Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Served:
     """A server whose every path is answered by one function, and a client of it."""
 
-    def __init__(self, url: str, http: Http, peers: list[Any]) -> None:
+    def __init__(self, url: str, http: HttpClient, peers: list[Any]) -> None:
         self.url, self.http = url, http
         self.peers = peers  # the address of the connection of each request
 
@@ -57,7 +62,7 @@ async def serving(answer: Answering) -> AsyncIterator[Served]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    served = Served(url, Http(url, SLOTS), peers)
+    served = Served(url, HttpClient(url, SLOTS), peers)
     try:
         yield served
     finally:
@@ -115,7 +120,7 @@ async def test_what_went_wrong_has_a_type_and_says_where(
 async def test_a_server_that_has_gone_is_a_lost_peer() -> None:
     async with serving(echo) as served:
         pass
-    http = Http(served.url, SLOTS)
+    http = HttpClient(served.url, SLOTS)
     assert "/ready: ConnectError" in await http.probe("/ready", scaled(SOON_S))
     heard: asyncio.Queue[Any] = asyncio.Queue()
     http.stream("/generate", {}, heard.put_nowait)
@@ -143,7 +148,7 @@ async def test_calls_one_after_the_other_share_a_connection() -> None:
 
 
 def test_the_server_keeps_a_connection_for_longer_than_it_is_used_again() -> None:
-    assert float(v0_5.ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 2 * IDLE_S
+    assert float(v0_5.ENVIRONMENT["SGLANG_TIMEOUT_KEEP_ALIVE"]) > 2 * KEEPALIVE_S
 
 
 async def test_streams_that_are_all_at_work_do_not_keep_a_call_waiting() -> None:
@@ -159,8 +164,8 @@ async def test_streams_that_are_all_at_work_do_not_keep_a_call_waiting() -> None
         for _ in range(3 * SLOTS):
             served.http.stream("/generate", {}, lambda event: None)
         aborts = [
-            served.http.begin("POST", "/abort", {}, deadline_s=scaled(SOON_S))
-            for _ in range(SLOTS + BESIDE - 1)
+            served.http.start_call("POST", "/abort", {}, deadline_s=scaled(SOON_S))
+            for _ in range(SLOTS + EXTRA_CONNECTIONS - 1)
         ]
         async with asyncio.timeout(scaled(SOON_S)):
             while len(served.peers) < 2 * SLOTS + len(aborts):
@@ -252,7 +257,7 @@ async def test_every_request_has_the_key_that_the_server_wants() -> None:
     async with serving(guarded) as served:
         with pytest.raises(RemoteFailure, match="401"):
             await served.call("/generate")
-        http = Http(served.url, SLOTS, "5e1f")
+        http = HttpClient(served.url, SLOTS, "5e1f")
         assert await http.get("/server_info", scaled(SOON_S)) == {}
         ended: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         http.stream("/generate", {}, ended.set_result)
@@ -274,12 +279,12 @@ def event(tokens: list[int], total: int, **more: Any) -> dict[str, Any]:
 
 
 def test_a_chunk_brings_what_had_not_come() -> None:
-    first = chunk(event([4, 5], 2), 0, True)
-    assert (first.tokens, first.version, first.computed) == ([4, 5], 3, 2)
-    assert first.finish == Finish.RUNNING
-    assert first.logprobs == first.unmodified == [-0.4, -0.5]
-    last = chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2, True)
-    assert (last.tokens, last.finish, last.computed) == ([6], Finish.LENGTH, 0)
+    first = parse_chunk(event([4, 5], 2), 0, True)
+    assert (first.tokens, first.version, first.computed_tokens) == ([4, 5], 3, 2)
+    assert first.finish == FinishReason.RUNNING
+    assert first.logprobs == first.raw_logprobs == [-0.4, -0.5]
+    last = parse_chunk(event([6], 3, finish_reason={"type": "length", "length": 3}), 2, True)
+    assert (last.tokens, last.finish, last.computed_tokens) == ([6], FinishReason.LENGTH, 0)
 
 
 def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
@@ -287,47 +292,51 @@ def test_an_abort_that_says_its_last_token_again_brings_nothing() -> None:
     echo = event([4, 5], 2, finish_reason=over)  # all log-probabilities come once more
     echo["output_ids"] = [5]
     for own in (True, False):
-        again = chunk(echo, 2, own)
-        assert again.tokens == [] and again.finish == Finish.ABORTED
+        again = parse_chunk(echo, 2, own)
+        assert again.tokens == [] and again.finish == FinishReason.ABORTED
     # In one piece with the token before, as a server says it that is behind.
     joined = event([5, 4, 5], 2, finish_reason=over)
     joined["output_ids"] = [5, 5]
-    assert chunk(joined, 1, True).tokens == [5]
+    assert parse_chunk(joined, 1, True).tokens == [5]
 
 
 def test_what_was_sampled_from_is_told_apart_from_the_models_own() -> None:
-    both = chunk(event([4, 5], 2, output_token_sampling_logprobs=[-1.0, -2.0]), 0, False)
-    assert both.logprobs == [-1.0, -2.0] and both.unmodified == [-0.4, -0.5]
+    both = parse_chunk(event([4, 5], 2, output_token_sampling_logprobs=[-1.0, -2.0]), 0, False)
+    assert both.logprobs == [-1.0, -2.0] and both.raw_logprobs == [-0.4, -0.5]
 
 
 @pytest.mark.parametrize("told", [{}, {"output_token_sampling_logprobs": [-0.5]}], ids=str)
 def test_other_probabilities_are_not_taken_for_those_sampled_from(told: dict[str, Any]) -> None:
     with pytest.raises(RemoteFailure, match="of 2 tokens"):
-        chunk(event([4, 5], 2, **told), 0, False)
+        parse_chunk(event([4, 5], 2, **told), 0, False)
 
 
 def test_an_error_ends_the_request_with_its_reason() -> None:
-    refused = chunk({"error": {"message": "too long", "code": 400}}, 0, True)
-    assert refused.finish == Finish.ABORTED and refused.reason == "too long"
+    refused = parse_chunk({"error": {"message": "too long", "code": 400}}, 0, True)
+    assert refused.finish == FinishReason.ABORTED and refused.reason == "too long"
 
 
 def test_the_spans_at_the_end_settle_versions_and_count_what_is_out_already() -> None:
     sent = SentRequest(request(1), "r", 10)
-    sent.add(StreamChunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, unmodified=[0.0] * 4, version=2))
-    piece = sent.take()
+    sent.add_chunk(
+        StreamChunk(tokens=[1, 2, 3, 4], logprobs=[0.0] * 4, raw_logprobs=[0.0] * 4, version=2)
+    )
+    piece = sent.take_piece()
     assert piece is not None and piece.versions.tolist() == [2] * 4
-    sent.add(StreamChunk(tokens=[5], logprobs=[0.0], unmodified=[0.0], version=2))
-    assert sent.settle_versions([(1, 0, 2), (2, 2, 4), (3, 4, 9)]) == 2
+    sent.add_chunk(StreamChunk(tokens=[5], logprobs=[0.0], raw_logprobs=[0.0], version=2))
+    assert sent.correct_versions([(1, 0, 2), (2, 2, 4), (3, 4, 9)]) == 2
     assert sent.versions == [1, 1, 2, 2, 3]
 
 
 def test_a_request_that_samples_otherwise_asks_for_what_it_sampled_from() -> None:
-    body = generate(request(1, top_p=0.9, seed=2**64 - 1), 5, "r", "w:1.0", VOCAB)
+    body = build_generate_body(request(1, top_p=0.9, seed=2**64 - 1), 5, "r", "w:1.0", VOCAB)
     assert body["return_sampling_mask"] and body["sampling_params"]["top_k"] == VOCAB
     assert 0 <= body["sampling_params"]["sampling_seed"] < 2**63
     for model_s_own in (request(1), request(1, temperature=0.0, top_p=0.9)):
-        assert plain(model_s_own)
-        assert "return_sampling_mask" not in generate(model_s_own, 5, "r", "w:1.0", VOCAB)
+        assert is_plain_sampling(model_s_own)
+        assert "return_sampling_mask" not in build_generate_body(
+            model_s_own, 5, "r", "w:1.0", VOCAB
+        )
 
 
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
@@ -342,7 +351,7 @@ def test_a_stop_text_ends_it_at_the_same_token_however_tokens_come(
     start = data.draw(st.integers(0, len(whole)))
     text = whole[start : start + data.draw(st.integers(1, 5))] or "nowhere"
     assume(text not in text_of(given_[begin:]))  # it would have ended before it came here
-    sent = SentRequest(request(1, [*given_, 0], stop_text=(text,), begin=begin), "r", 99)
+    sent = SentRequest(request(1, [*given_, 0], stop_strings=(text,), turn_start=begin), "r", 99)
     sent.request.tokens = sent.request.tokens[:-1]
     came, over = 0, False
     for size in sizes:
@@ -351,8 +360,8 @@ def test_a_stop_text_ends_it_at_the_same_token_however_tokens_come(
             break
         came += len(part)
         none = [0.0] * len(part)
-        sent.add(StreamChunk(tokens=part, logprobs=none, unmodified=none))
-        over = sent.cut_at_text(text_of, len(part))
+        sent.add_chunk(StreamChunk(tokens=part, logprobs=none, raw_logprobs=none))
+        over = sent.cut_at_stop_string(text_of, len(part))
     ends = [n for n in range(1, len(turn) + 1) if text in text_of([*given_[begin:], *turn[:n]])]
     assert sent.tokens == turn[: ends[0] if ends else len(turn)]
     assert over == bool(ends)

@@ -12,7 +12,7 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, PeerLost
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.services.engine.sglang.server import Launch, SGLangServer
+from meshrl.services.engine.sglang.server import LaunchConfig, SGLangServer
 from tests.load import scaled
 from tests.unit.common.generation.engines_under_test import TINY
 
@@ -53,24 +53,24 @@ def standing_in(directory: Path, program: str) -> str:
 
 async def test_a_server_with_another_key_is_somebody_elses(tmp_path: Path) -> None:
     python = standing_in(tmp_path, OTHER)
-    how = Launch(python, tmp_path / "engine", 4, 64)
+    how = LaunchConfig(python, tmp_path / "engine", 4, 64)
     with pytest.raises(PeerLost, match="another server"):
         await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
 
 
 async def test_neither_name_nor_key_is_in_its_command_line(tmp_path: Path) -> None:
-    how = Launch(standing_in(tmp_path, NOTES), tmp_path / "engine", 4, 64)
+    how = LaunchConfig(standing_in(tmp_path, NOTES), tmp_path / "engine", 4, 64)
     with pytest.raises(ConfigError, match="before it was ready"):
         await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
     words, secrets, mode = json.loads((tmp_path / "noted").read_text())
     assert set(secrets) == {"served-model-name", "api-key"} and mode == 0o600
     assert not any(secret in word for word in words for secret in secrets.values())
-    assert not how.secrets.exists(), "it has been read"
+    assert not how.secrets_file.exists(), "it has been read"
 
 
 @pytest.mark.parametrize("option", ["--api-key=abc", "--config", "--served-model-name"])
 async def test_options_that_would_undo_it_are_refused(tmp_path: Path, option: str) -> None:
-    how = Launch(sys.executable, tmp_path, 4, 64, options=(option, "x"))
+    how = LaunchConfig(sys.executable, tmp_path, 4, 64, options=(option, "x"))
     with pytest.raises(ConfigError, match=option.partition("=")[0]) as refused:
         await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL)
     assert refused.value.where == "rollout.sglang_options"
@@ -96,8 +96,10 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Server).s
 
 def words(root: Path, degree: int) -> list[str]:
     options = ("--mem-fraction-static", "0.7")
-    how = Launch("python", root, 4, 64, device="cuda", options=options, degree=degree)
-    return how.command(30000)
+    how = LaunchConfig(
+        "python", root, 4, 64, device="cuda", options=options, tensor_parallel_size=degree
+    )
+    return how.build_command(30000)
 
 
 def test_a_server_is_told_how_many_gpus_share_the_model(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_a_server_is_told_how_many_gpus_share_the_model(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_computes_on_fewer_is_refused(tmp_path: Path) -> None:
-    how = Launch(standing_in(tmp_path, SAYS), tmp_path / "e", 4, 64, degree=2)
+    how = LaunchConfig(standing_in(tmp_path, SAYS), tmp_path / "e", 4, 64, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="computes with 1 processes, not with 2") as refused:
         await SGLangServer.start(SystemHost(), SystemClock(), how, MODEL, "auto", scaled(60.0))
     assert refused.value.where == "rollout.tensor_parallel"

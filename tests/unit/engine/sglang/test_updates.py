@@ -14,18 +14,23 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, PeerLost, Refused, RemoteFailure
-from meshrl.common.generation.contract import NO_VERSION, Quarantined
+from meshrl.common.generation.engine_contract import NO_VERSION, Quarantined
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.model.files.hf import state_to_hf
-from meshrl.services.engine.sglang import reading_back, v0_5
-from meshrl.services.engine.sglang.control import UPDATE_S
+from meshrl.common.model.files.hf_writer import state_to_hf
+from meshrl.services.engine.sglang import readback, v0_5
+from meshrl.services.engine.sglang.control import UPDATE_TIMEOUT_S
 from meshrl.services.engine.sglang.engine import SGLangEngine
-from meshrl.services.engine.sglang.http import Http
-from meshrl.services.engine.sglang.server import Adapting, HierarchicalCache, Launch, SGLangServer
-from meshrl.services.engine.sglang.weights import FromDisk, inline
+from meshrl.services.engine.sglang.http_client import HttpClient
+from meshrl.services.engine.sglang.server import (
+    AdapterLimits,
+    HierarchicalCache,
+    LaunchConfig,
+    SGLangServer,
+)
+from meshrl.services.engine.sglang.weight_transports import DiskTransport, pickle_inline
 from tests.load import scaled
 from tests.sglang import counterpart
 from tests.sglang.counterpart import Counterpart
@@ -92,9 +97,9 @@ def test_one_bit_of_any_tensor_that_differs_is_found(reading: Bench) -> None:
     for name in state_to_hf(TINY, STATE):
         reading.server.flips = name
         with pytest.raises(Quarantined, match="1 tensors are not what was put there: "):
-            reading.engine.swap(STATE, 5)
+            reading.engine.update_weights(STATE, 5)
         assert reading.engine.version == NO_VERSION and not reading.engine.step()
-    reading.engine.swap(STATE, 6)
+    reading.engine.update_weights(STATE, 6)
     heard = reading.listener.run(request(1, max_new=9, temperature=0.0))[1]
     expected = Listener(built_in("eager", seed=1)).run(request(1, max_new=9, temperature=0.0))[1]
     assert heard.versions == [6] * 9 and heard.tokens == expected.tokens
@@ -102,14 +107,14 @@ def test_one_bit_of_any_tensor_that_differs_is_found(reading: Bench) -> None:
 
 def test_nothing_is_read_back_unless_it_is_asked_for(bench: Bench) -> None:
     bench.server.flips = "model.norm.weight"
-    bench.engine.swap(STATE, 5)
+    bench.engine.update_weights(STATE, 5)
     assert bench.engine.version == 5
 
 
 def test_a_server_of_several_processes_tells_of_parts_which_is_an_error() -> None:
     told: dict[str, Any] = {"ranks": [{"checksums": {}}, {"checksums": {}}]}
     with pytest.raises(RemoteFailure, match="2 ranks"):
-        reading_back.differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
+        readback.find_differing(TINY, told, state_to_hf(TINY, STATE), torch.float32)
 
 
 class Ahead(SystemClock):
@@ -121,12 +126,12 @@ class Ahead(SystemClock):
         return self.seconds
 
 
-class Slow(FromDisk):
+class Slow(DiskTransport):
     """Takes some seconds of a clock."""
 
     takes_s = 0.0
 
-    def __init__(self, http: Http, directory: Path, clock: Ahead) -> None:
+    def __init__(self, http: HttpClient, directory: Path, clock: Ahead) -> None:
         super().__init__(http, directory)
         self._clock = clock
 
@@ -140,11 +145,11 @@ def test_weights_are_in_place_and_read_back_within_one_deadline(tmp_path: Path) 
     slow = Slow(server.http, tmp_path, clock)
     how: dict[str, Any] = {"read_back": True, "clock": clock, "transport": slow}
     engine = counterpart.engine(server, tmp_path, 4, 128, **how)
-    slow.takes_s = UPDATE_S
+    slow.takes_s = UPDATE_TIMEOUT_S
     with pytest.raises(Quarantined, match="took longer than"):
-        engine.swap(STATE, 5)
-    slow.takes_s = UPDATE_S / 2
-    engine.swap(STATE, 6)
+        engine.update_weights(STATE, 5)
+    slow.takes_s = UPDATE_TIMEOUT_S / 2
+    engine.update_weights(STATE, 6)
     assert engine.version == 6
     engine.close()
     server.close()
@@ -152,21 +157,21 @@ def test_weights_are_in_place_and_read_back_within_one_deadline(tmp_path: Path) 
 
 def test_a_version_is_compared_in_the_type_that_the_server_computes_in(reading: Bench) -> None:
     half = {name: tensor.bfloat16() for name, tensor in STATE.items()}
-    reading.engine.swap(half, 5)
+    reading.engine.update_weights(half, 5)
     assert reading.engine.version == 5
     about = TINY, {"ranks": [{"checksums": digests(half)}]}
-    assert reading_back.differing(*about, state_to_hf(TINY, STATE), torch.bfloat16) == []
-    odd = reading_back.differing(*about, state_to_hf(TINY, STATE), torch.float32)
+    assert readback.find_differing(*about, state_to_hf(TINY, STATE), torch.bfloat16) == []
+    odd = readback.find_differing(*about, state_to_hf(TINY, STATE), torch.float32)
     assert set(odd) == set(digests(STATE))
 
 
 def digests(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    laid = reading_back.laid_out(TINY, state_to_hf(TINY, state))
-    return {name: reading_back.digest(tensor) for name, tensor in laid}
+    laid = readback.to_server_layout(TINY, state_to_hf(TINY, state))
+    return {name: readback.compute_digest(tensor) for name, tensor in laid}
 
 
 def test_what_it_has_is_laid_out_as_a_servers() -> None:
-    laid = dict(reading_back.laid_out(TINY, state_to_hf(TINY, STATE)))
+    laid = dict(readback.to_server_layout(TINY, state_to_hf(TINY, STATE)))
     assert torch.equal(laid["model.layers.0.self_attn.qkv_proj.weight"], STATE["layers.0.qkv"])
     gate, up = STATE["layers.1.gate_up"].chunk(2)
     inner = laid["model.layers.1.mlp.gate_up_proj.weight"]
@@ -175,21 +180,21 @@ def test_what_it_has_is_laid_out_as_a_servers() -> None:
     assert laid["model.layers.1.mlp.down_proj.weight"].shape == (32, 64)
     assert len(laid["lm_head.weight"]) == 64 and not laid["lm_head.weight"][40:].any()
     biased = {f"model.layers.0.self_attn.{x}_proj.bias": torch.ones(2) for x in "qkv"}
-    assert [*dict(reading_back.laid_out(TINY, biased))] == [
+    assert [*dict(readback.to_server_layout(TINY, biased))] == [
         "model.layers.0.self_attn.qkv_proj.bias"
     ]
 
 
 def test_a_server_that_cannot_tell_of_the_whole_model_is_refused(bench: Bench) -> None:
-    launch = Launch("python", Path("m"), 4, 128, read_back=True)
+    launch = LaunchConfig("python", Path("m"), 4, 128, read_back=True)
     child = SystemHost().spawn([sys.executable, "-c", "input()"], name="nobody")
     server = SGLangServer(launch, child, bench.server.http, "mine", SystemClock())
     bench.server.about = {"served_model_name": "mine", "version": "0.5.23", "tp_size": 2}
     with pytest.raises(ConfigError, match="2 processes of SGLang share the model"):
-        bench.server.run(server._examine("disk"))
-    server.launch = replace(launch, read_back=False)
+        bench.server.run(server._check_server("disk"))
+    server.launch_config = replace(launch, read_back=False)
     with pytest.raises(RemoteFailure, match="openapi"):  # which is what it is asked next
-        bench.server.run(server._examine("disk"))
+        bench.server.run(server._check_server("disk"))
     child.kill()
 
 
@@ -209,9 +214,9 @@ def test_a_server_that_goes_on_stands_from_its_quarantine_to_a_whole_version(ben
     had = bench.engine.tokens_generated
     bench.engine.submit([request(2, max_new=7)])
     for _ in range(20):
-        assert not bench.engine.step() and bench.engine.drain() is None
+        assert not bench.engine.step() and bench.engine.drain_outputs() is None
     assert bench.engine.tokens_generated == had
-    bench.engine.swap(STATE, 7)
+    bench.engine.update_weights(STATE, 7)
     heard = bench.listener.run()
     assert len(heard[1].tokens) == 90 and heard[2].versions == [7] * 7
     old = heard[1].versions.count(0)
@@ -227,9 +232,9 @@ def test_a_server_that_cannot_be_told_to_stand_works_for_nobody(bench: Bench) ->
     bench.server.takes_steps = math.inf
     bench.listener.drain()
     heard = bench.listener.of(1)
-    assert heard.finish == [Finish.ABORTED] and 5 <= len(heard.tokens) < 120
+    assert heard.finish == [FinishReason.ABORTED] and 5 <= len(heard.tokens) < 120
     bench.server.deaf = False
-    bench.engine.swap(STATE, 7)
+    bench.engine.update_weights(STATE, 7)
     again = bench.listener.run(request(2, max_new=9))
     assert again[2].versions == [7] * 9
 
@@ -239,18 +244,18 @@ def test_a_server_that_ends_at_a_tensor_serves_nobody_and_is_reported(bench: Ben
     bench.generate(5)
     bench.server.ends, bench.server.fails_at = True, 3
     with pytest.raises(Quarantined, match="version 5"):
-        bench.engine.swap(STATE, 5)
+        bench.engine.update_weights(STATE, 5)
     assert bench.engine.version == NO_VERSION
     with pytest.raises(PeerLost, match="has ended"):
         bench.engine.step()
     with pytest.raises(PeerLost, match="has ended"):
-        bench.engine.swap(STATE, 6)
+        bench.engine.update_weights(STATE, 6)
 
 
 def test_requests_compute_with_their_adapters_without_a_merge(bench: Bench) -> None:
     bench.engine.load_adapter("a", adapter(1), SCALE, 10)
     bench.engine.load_adapter("b", adapter(2), SCALE, 20)
-    assert dict(bench.engine.adapters) == {"a": 10, "b": 20}
+    assert dict(bench.engine.adapter_versions) == {"a": 10, "b": 20}
     names = {1: "a", 2: "b", 3: ""}
     asked = [
         request(i, [3, 4, i], max_new=12, temperature=0.0, adapter=n) for i, n in names.items()
@@ -289,7 +294,7 @@ def test_one_in_use_is_not_unloaded_and_an_unknown_one_is_refused(bench: Bench) 
     bench.engine.abort([1])
     bench.listener.run()
     bench.engine.unload_adapter("a")
-    assert not bench.engine.adapters
+    assert not bench.engine.adapter_versions
 
 
 def test_what_does_not_fit_is_refused_before_the_server_sees_it(bench: Bench) -> None:
@@ -298,7 +303,10 @@ def test_what_does_not_fit_is_refused_before_the_server_sees_it(bench: Bench) ->
     for tensors in ({}, mixed):
         with pytest.raises(Refused):
             bench.engine.load_adapter("a", tensors, SCALE, 11)
-    assert dict(bench.engine.adapters) == {"a": 10} and len(bench.server.engine.adapters) == 1
+    assert (
+        dict(bench.engine.adapter_versions) == {"a": 10}
+        and len(bench.server.engine.adapter_versions) == 1
+    )
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["k_proj", "up_proj"], ["v_proj", "gate_proj"]])
@@ -312,7 +320,7 @@ def test_parts_of_a_matrix_without_adapter_go_as_zeros(bench: Bench, targets: li
 
 def test_a_view_of_a_larger_file_travels_without_the_file() -> None:
     content = torch.zeros(1 << 20)
-    assert len(inline({"a": content[:10]})) < 10_000
+    assert len(pickle_inline({"a": content[:10]})) < 10_000
 
 
 def test_a_server_not_started_for_adapters_takes_none(bench: Bench, tmp_path: Path) -> None:
@@ -323,29 +331,29 @@ def test_a_server_not_started_for_adapters_takes_none(bench: Bench, tmp_path: Pa
 
 
 def test_a_server_is_started_for_what_the_job_adapts() -> None:
-    plain = Launch("python", Path("m"), 4, 128)
-    how = replace(plain, adapters=Adapting(8, ("q_proj", "o_proj")))
-    command = " ".join(how.arguments(1))
+    plain = LaunchConfig("python", Path("m"), 4, 128)
+    how = replace(plain, adapter_limits=AdapterLimits(8, ("q_proj", "o_proj")))
+    command = " ".join(how.build_arguments(1))
     wanted = "--enable-lora --max-lora-rank 8 --lora-target-modules q_proj o_proj"
     assert f"{wanted} --lora-backend torch_native" in command
-    command = " ".join(replace(how, device="cuda").arguments(1))
+    command = " ".join(replace(how, device="cuda").build_arguments(1))
     assert wanted in command and "--lora-backend" not in command
-    assert "lora" not in " ".join(plain.arguments(1))
+    assert "lora" not in " ".join(plain.build_arguments(1))
 
 
 def test_a_server_without_the_endpoints_is_known_by_its_description() -> None:
-    lacking = v0_5.missing({"paths": {}, "components": {"schemas": {}}}, v0_5.NEEDS_OF_ADAPTERS)
+    lacking = v0_5.find_missing({"paths": {}, "components": {"schemas": {}}}, v0_5.ADAPTER_FIELDS)
     assert lacking == [v0_5.GENERATE, v0_5.LOAD_ADAPTER, v0_5.UNLOAD_ADAPTER]
 
 
 def test_a_server_is_started_with_the_tiers_that_the_job_asks_for(tmp_path: Path) -> None:
-    plain = Launch("python", Path("m"), 4, 128, device="cuda")
-    assert "hicache" not in " ".join(plain.arguments(1))
-    memory = replace(plain, tiers=HierarchicalCache(3.6))
-    command = " ".join(memory.arguments(1))
+    plain = LaunchConfig("python", Path("m"), 4, 128, device="cuda")
+    assert "hicache" not in " ".join(plain.build_arguments(1))
+    memory = replace(plain, hierarchical_cache=HierarchicalCache(3.6))
+    command = " ".join(memory.build_arguments(1))
     assert "--enable-hierarchical-cache --hicache-size 4" in command and "storage" not in command
-    disk = replace(plain, tiers=HierarchicalCache(1.0, tmp_path))
-    assert "--hicache-storage-backend file" in " ".join(disk.arguments(1))
-    assert disk.environment()["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path)
+    disk = replace(plain, hierarchical_cache=HierarchicalCache(1.0, tmp_path))
+    assert "--hicache-storage-backend file" in " ".join(disk.build_arguments(1))
+    assert disk.build_environment()["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path)
     with pytest.raises(ConfigError, match="on GPUs alone"):
-        replace(memory, device="cpu").arguments(1)
+        replace(memory, device="cpu").build_arguments(1)

@@ -21,10 +21,10 @@ from loadtests.doors.plan import ANSWERED, GREETED, METRICS, REFUSED, Plan, Port
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, keys_of
 from tests.unit.common.mesh.runtime.talking import Talker
@@ -82,20 +82,20 @@ def reachable() -> Iterator[Path]:
 
 async def test_open_and_shut_doors_are_told_apart(reachable: Path, talkative: int) -> None:
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
     transports = {"open": ZmqTransport(), "shut": ZmqTransport(keys=keys_of("test"))}
     meshes = [
         Mesh(
             name,
             "test",
-            Seams(
+            MeshDependencies(
                 state=state,
                 transport=transport,
                 clock=clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=SystemHost(),
             ),
-            terms=Terms(**PATIENT),
+            terms=LeaseTerms(**PATIENT),
         )
         for name, transport in transports.items()
     ]

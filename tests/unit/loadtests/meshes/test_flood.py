@@ -14,12 +14,12 @@ import pytest
 
 from loadtests.hosts.flood.growth import between, read
 from loadtests.hosts.flood.pouring import Pour, Poured, poured
-from meshrl.common.api.weights import STORE
+from meshrl.common.api.weights import STORE_NAME
 from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import registry
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.registry import Entry
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.registry import RegistryEntry
 from meshrl.common.weights.bulk.port import BulkClient
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
@@ -34,7 +34,7 @@ CHUNK = os.urandom(100_000)
 @pytest.fixture
 async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
     """Of a mesh that is a Redis and a weight store: a process with all ports that there are."""
-    with running_server(embedded.find_server()) as server:
+    with running_server(embedded_server.find_server()) as server:
         found = MeshSettings(server.url, str(tmp_path), host="here", secret=SECRET)
         found.to_file(tmp_path / "settings.json")
         store = await asyncio.create_subprocess_exec(
@@ -49,12 +49,12 @@ async def settings(tmp_path: Path) -> AsyncIterator[MeshSettings]:
             await store.wait()
 
 
-async def until_up(mesh: Mesh) -> Entry:
+async def until_up(mesh: Mesh) -> RegistryEntry:
     """The weight store's."""
     async with asyncio.timeout(scaled(UP_S)):
         while True:
-            for entry in await registry.entries(mesh.state):
-                if entry.name == STORE and entry.alive:
+            for entry in await registry.list_entries(mesh.state):
+                if entry.name == STORE_NAME and entry.alive:
                     return entry
             await asyncio.sleep(0.05)
 
@@ -68,11 +68,11 @@ async def test_malformed_frames_at_every_port_change_nothing(settings: MeshSetti
         places = [entry.address, entry.bulk.partition("#")[0], entry.metrics]
         ports = [(str(urlsplit(one).hostname), urlsplit(one).port or 0) for one in places]
         process, client = psutil.Process(entry.pid), BulkClient(mesh)
-        digest = await client.put(entry, CHUNK)
+        digest = await client.put_chunk(entry, CHUNK)
         early = await asyncio.to_thread(poured, Pour(ports, FIRST))
         before = read([process])
         late = await asyncio.to_thread(poured, Pour(ports, FRAMES, seed=1))
-        assert await client.get(entry, digest) == CHUNK
+        assert await client.fetch_chunk(entry, digest) == CHUNK
         assert served(early) and served(late)
         held = late.held // len(ports)
         grew = between(before, read([process]))

@@ -9,7 +9,7 @@ import pytest
 from loadtests.jobs.mesh import Seen, workers_by_job
 from loadtests.jobs.sharing import max_min, others_rate, role_changes
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.workers.rows import Gang, Resident, Role
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0), (3.0, 1.0), (1.0, 1.0, 1.0)])
@@ -31,9 +31,9 @@ def test_a_worker_that_two_jobs_share_counts_for_each_in_parts() -> None:
         ("w0", "w1"),
         1,
         (
-            Resident("g0.0", "a", Role.TRAINING, core=True, ranks=(0, 1)),
-            Resident("g0.1", "b", Role.ROLLOUT, ranks=(1,)),
-            Resident("g0.2", "a", Role.ROLLOUT, ranks=(1,)),
+            Instance("g0.0", "a", Role.TRAINING, core=True, ranks=(0, 1)),
+            Instance("g0.1", "b", Role.ROLLOUT, ranks=(1,)),
+            Instance("g0.2", "a", Role.ROLLOUT, ranks=(1,)),
         ),
     )
     assert workers_by_job([two]) == {"a": 1.5, "b": 0.5}

@@ -7,36 +7,41 @@ from pathlib import Path
 import pytest
 
 from loadtests.doors.planting import Planting, plant
-from meshrl.common.api.calls.callers import ROLES
-from meshrl.common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
-from meshrl.common.base.digest import digest_of
-from meshrl.common.state.registry import Entry
+from meshrl.common.api.calls.call_permissions import ROLES
+from meshrl.common.api.transfer.bulk_permissions import (
+    BULK_PERMISSIONS,
+    PUBLISHED,
+    SPACES,
+    put_right,
+)
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.state.registry import RegistryEntry
 from tests.unit.common.weights.bulk.knocking import Port
 
 CODE = b"def reward(row, turns):\n    return 1.0\n"
 
 
 def planting(port: Port) -> Planting:
-    entry = Entry("weights", "test", bulk=port.server.address, address=port.address)
-    keys = {role: port.door(role)._keys.bulk for role in ROLES}
-    return plant(keys, entry, {digest_of(CODE): len(CODE)})
+    entry = RegistryEntry("weights", "test", bulk=port.server.address, address=port.address)
+    keys = {role: port.door(role)._keys.bulk_private_key for role in ROLES}
+    return plant(keys, entry, {compute_digest(CODE): len(CODE)})
 
 
 def test_no_role_plants_code(tmp_path: Path) -> None:
     port = Port(tmp_path / "store")
     (published := tmp_path / "mine.py").write_bytes(CODE)
-    port.chunks.space(PUBLISHED).take_in(published, digest_of(CODE))
+    port.chunks.open_space(PUBLISHED).import_file(published, compute_digest(CODE))
     found = planting(port)
     assert found.tried == len(ROLES) * (len(SPACES) + 1) and not found.planted
-    assert port.chunks.space(PUBLISHED).read(digest_of(CODE)) == CODE
+    assert port.chunks.open_space(PUBLISHED).read(compute_digest(CODE)) == CODE
     port.server.close()
 
 
 def test_a_role_that_may_publish_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = "weights", putting(PUBLISHED)
-    monkeypatch.setitem(BULK, right, frozenset({"worker"}))
+    right = "weights", put_right(PUBLISHED)
+    monkeypatch.setitem(BULK_PERMISSIONS, right, frozenset({"worker"}))
     port = Port(tmp_path / "store")
     assert [what.partition(":")[0] for what in planting(port).planted] == ["worker"]
     port.server.close()

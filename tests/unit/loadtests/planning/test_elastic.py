@@ -91,7 +91,7 @@ def test_a_busy_host_or_a_job_that_stays_makes_no_valid_run() -> None:
 
 
 def test_the_tail_grows_and_the_median_stays() -> None:
-    job = JOB.of_steps(28)
+    job = JOB.with_steps(28)
     batch = job.groups_per_step * job.group_size
     drawn = lengths(job, 0, MOST)
     first, last = drawn[:batch], drawn[27 * batch : 28 * batch]

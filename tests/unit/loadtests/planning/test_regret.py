@@ -7,9 +7,9 @@ import pytest
 from loadtests.regret.drawn import LEAST_STEP_S, drawn, rollout_s, trained_tokens
 from loadtests.regret.figures import Compared, errors, figures, good
 from meshrl.common.state.events import Event
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import PacedWorkload
-from meshrl.sim.mesh.paced import rl_s
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.emulated_run import compute_rl_s
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
 
 def test_a_seed_draws_one_job() -> None:
@@ -20,11 +20,11 @@ def test_thirty_jobs_differ_in_all_that_a_split_depends_on() -> None:
     jobs = [drawn(seed) for seed in range(30)]
     assert {job.workers for job in jobs} == {3, 4, 5, 6, 7, 8}
     assert {job.turns for job in jobs} == {1, 2, 3}
-    assert any(job.tool_s.first for job in jobs) and not all(job.tool_s.first for job in jobs)
-    drifting = [job for job in jobs if job.median.last > job.median.first]
+    assert any(job.tool_s.initial for job in jobs) and not all(job.tool_s.initial for job in jobs)
+    drifting = [job for job in jobs if job.median_tokens.final > job.median_tokens.initial]
     assert 4 <= len(drifting) <= 15
     for job in jobs:
-        decode_ms, plateau, _ = job.decode.split("/")
+        decode_ms, plateau, _ = job.engine_speed.split("/")
         pace = float(decode_ms) / 1e3, int(plateau)
         assert rollout_s(job, job.workers - 1, *pace) >= 0.99 * LEAST_STEP_S
 
@@ -34,24 +34,31 @@ def test_training_alone_is_slow_enough_that_a_third_of_the_defaults_are_far_off(
     slow = 0
     for seed in range(30):
         job = drawn(seed)
-        decode_ms, plateau, _ = job.decode.split("/")
+        decode_ms, plateau, _ = job.engine_speed.split("/")
         beside_s = rollout_s(job, job.workers - 1, float(decode_ms) / 1e3, int(plateau))
-        slow += trained_tokens(job) / float(job.training.split("/")[0]) > 2 * beside_s
+        slow += trained_tokens(job) / float(job.training_speed.split("/")[0]) > 2 * beside_s
     assert slow >= 10
 
 
 def test_every_split_has_an_engine_and_the_core() -> None:
-    assert list(PacedWorkload(workers=4).splits) == [0, 1, 2]
+    assert list(EmulatedWorkload(workers=4).static_splits) == [0, 1, 2]
 
 
 def test_what_drifts_goes_from_its_first_value_to_its_last() -> None:
-    job = PacedWorkload(steps=11, tool_s=Drift(0.0, 2.0))
-    assert [job.tool_s.at(job.share(version)) for version in (-1, 0, 5, 10, 12)] == [0, 0, 1, 2, 2]
+    job = EmulatedWorkload(steps=11, tool_s=LinearDrift(0.0, 2.0))
+    assert [
+        job.tool_s.get_value(job.compute_progress(version)) for version in (-1, 0, 5, 10, 12)
+    ] == [0, 0, 1, 2, 2]
 
 
 def test_rows_tell_of_tools_and_of_groups_without_variance() -> None:
-    job = PacedWorkload(steps=10, groups_per_step=10, tool_s=Drift(0.0, 1.0), alike=Drift(0.0, 0.5))
-    rows = job.rows()
+    job = EmulatedWorkload(
+        steps=10,
+        groups_per_step=10,
+        tool_s=LinearDrift(0.0, 1.0),
+        equal_reward_share=LinearDrift(0.0, 0.5),
+    )
+    rows = job.build_rows()
     first, last = rows[:20], rows[80:100]
     assert sum(row["alike"] for row in first) <= 2 and 8 <= sum(row["alike"] for row in last) <= 11
     assert [row["tool_s"] for row in (rows[0], rows[99])] == [0.0, 1.0]
@@ -118,4 +125,4 @@ def test_the_demo_s_rl_phase_ends_with_its_last_step() -> None:
         Event("4", 9500, "step", {}),
         Event("5", 9600, "phase", {"phase": "evaluation"}),
     ]
-    assert rl_s(told) == 5.5
+    assert compute_rl_s(told) == 5.5

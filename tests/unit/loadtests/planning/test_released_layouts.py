@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from loadtests.layouts import released
-from meshrl.common.state.pool.demand.measured import Curve
-from meshrl.services.planner.layouts.grouping import alike
-from meshrl.services.planner.layouts.serving import GangServer
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.services.planner.layouts.length_groups import make_uniform_group
+from meshrl.services.planner.layouts.range_costs import GangServer
 
 
 def test_layouts_are_the_partitions_into_degrees() -> None:
@@ -16,10 +16,13 @@ def test_layouts_are_the_partitions_into_degrees() -> None:
 
 
 def test_the_longest_go_first_to_who_is_done_first() -> None:
-    slow = GangServer(Curve("A", 1, 2.0), 1e6)
-    fast = GangServer(Curve("A", 2, 1.0), 1e6)
-    groups = [alike(1, 0, length) for length in (10, 40, 30, 20)]
+    slow = GangServer(DecodeCurve("A", 1, 2.0), 1e6)
+    fast = GangServer(DecodeCurve("A", 2, 1.0), 1e6)
+    groups = [make_uniform_group(1, 0, length) for length in (10, 40, 30, 20)]
     found = released.longest_first([slow, fast], groups)
     # 40 to the fast one; 30 to the slow one (30 / 1 < 70 / 2); 20 and 10 to the fast one.
-    assert [[group.longest for group in mine] for mine in found] == [[30], [40, 20, 10]]
+    assert [[group.max_generated_tokens for group in mine] for mine in found] == [
+        [30],
+        [40, 20, 10],
+    ]
     assert released.best_s({1: slow, 2: fast, 4: fast, 8: fast}, 2, groups) == 40.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.starter.creating import create
+from meshrl.job_template.job_creation import create_job
 from tests.unit.meshrl.run.conftest import held
 
 __all__ = ["held"]
@@ -15,5 +15,5 @@ __all__ = ["held"]
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """The job file that `meshrl init` writes."""
-    create(tmp_path / "game")
+    create_job(tmp_path / "game")
     return tmp_path / "game/job.toml"

@@ -21,12 +21,12 @@ from meshrl.common.base.errors import (
 )
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.state import events, jobs
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Budget, WorkerRow
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import MESH
-from meshrl.common.state.registry import Entry, register
-from meshrl.job import jobfile
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import TierBytes, WorkerRow
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.job import job_reader
 from meshrl.job import model_files as models
 from tests.load import scaled
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh
@@ -65,14 +65,20 @@ async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
 ) -> None:
     """Before anything of it is written."""
     out = tmp_path / "large"
-    config = jobfile.read(job, []).config
-    size = 4 * models.size(config)  # in float32: a core has gradients and a moment beside it
-    state = await State.open(held.url)
+    config = job_reader.read_job_file(job, []).config
+    size = 4 * models.count_parameters(
+        config
+    )  # in float32: a core has gradients and a moment beside it
+    state = await StateClient.open(held.url)
     try:
-        token = await register(state, Entry("worker/w0", "worker"), 60_000)
-        await pool.join_worker(state, WorkerRow("w0", "a", "cpu:0", token, budget=Budget(3 * size)))
-        token = await register(state, Entry("worker/w1", "worker"), 60_000)
-        await pool.join_worker(state, WorkerRow("w1", "a", "cpu:0", token, budget=Budget(3 * size)))
+        token = await register(state, RegistryEntry("worker/w0", "worker"), 60_000)
+        await pool.join_worker(
+            state, WorkerRow("w0", "a", "cpu:0", token, budget=TierBytes(3 * size))
+        )
+        token = await register(state, RegistryEntry("worker/w1", "worker"), 60_000)
+        await pool.join_worker(
+            state, WorkerRow("w1", "a", "cpu:0", token, budget=TierBytes(3 * size))
+        )
     finally:
         await state.close()
     async with Client(held.root) as client:
@@ -83,7 +89,7 @@ async def test_a_job_that_no_accelerator_has_room_for_is_refused_with_its_bytes(
 
 
 async def test_a_job_may_be_made_in_code(held: HeldMesh, job: Path, tmp_path: Path) -> None:
-    config = jobfile.read(job, []).config
+    config = job_reader.read_job_file(job, []).config
     async with Client(held.root) as client:
         out = f'out="{tmp_path / "out"}"'
         handle = await client.submit(config, [out, "seed=7"], base=job.parent)
@@ -104,17 +110,17 @@ async def test_what_is_not_there_or_not_over_is_told_by_type(held: HeldMesh) -> 
 
 
 async def test_a_move_is_asked_for_and_its_verdict_told(held: HeldMesh) -> None:
-    state = await State.open(held.url)
+    state = await StateClient.open(held.url)
 
     async def verdict(kind: str, **told: str) -> None:
         """What a planner does with the next request, by its event alone."""
-        while not (asked := await state.command("HKEYS", f"{MESH}:requests")):
+        while not (asked := await state.run_command("HKEYS", f"{MESH_PREFIX}:requests")):
             await asyncio.sleep(0.02)
         await events.append(state, kind, {"op": asked[0], **told})
-        await state.command("DEL", f"{MESH}:requests")
+        await state.run_command("DEL", f"{MESH_PREFIX}:requests")
 
     try:
-        lease = Entry("worker/w0", "worker", incarnation="one", run_root=str(held.root))
+        lease = RegistryEntry("worker/w0", "worker", incarnation="one", run_root=str(held.root))
         token = await register(state, lease, 60_000)
         await pool.join_worker(state, WorkerRow("w0", "here", "cpu:0", token))
         async with Client(held.root) as client:
@@ -141,7 +147,7 @@ async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> 
     async def follow() -> list[str]:
         return [event.kind async for event in client.events(JOB)]
 
-    state = await State.open(held.url)
+    state = await StateClient.open(held.url)
     async with Client(held.root) as client:
         following: list[asyncio.Task[Any]] = [
             asyncio.create_task(client.wait(JOB)),
@@ -149,7 +155,7 @@ async def test_who_follows_a_job_outlives_an_outage_of_redis(held: HeldMesh) -> 
         ]
         await client.jobs()
         os.rename(socket, f"{socket}.aside")  # nobody can connect, and who is in is put out
-        await state.command("CLIENT", "KILL", "TYPE", "normal")
+        await state.run_command("CLIENT", "KILL", "TYPE", "normal")
         for _ in range(2):  # each as long as any question that is asked meanwhile
             with pytest.raises(StateUnavailable):
                 await client.jobs()

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.console import console
-from meshrl.launch.console.console import PART_BYTES, Followed, LogObjects
+from meshrl.common.mesh.process.output.log_bounds import MAX_LOG_BYTES
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.console import log_printer
+from meshrl.launch.console.log_printer import READ_BYTES, LogFollower, LogLineParser
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -31,7 +31,7 @@ class Told:
     """A process whose output is read line by line."""
 
     def __init__(self, directory: Path) -> None:
-        self.place = MeshPlace(directory)
+        self.place = MeshPaths(directory)
         self.program = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("told.py")), str(directory)],
             stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ class Told:
         )
 
     def write(self, name: str, text: str) -> None:
-        with self.place.log(name).open("a") as log:
+        with self.place.log_path(name).open("a") as log:
             log.write(text)
 
     def next(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Told:
 
 @pytest.fixture
 def told(tmp_path: Path) -> Iterator[Told]:
-    logs = MeshPlace(tmp_path).logs
+    logs = MeshPaths(tmp_path).logs
     logs.mkdir(parents=True)
     (logs / "old.log").write_text("of an earlier start\n")
     process = Told(tmp_path)
@@ -79,7 +79,7 @@ def test_every_log_is_told_to_its_last_line_as_json_and_nothing_else(told: Told)
         ("launcher", "error: it has given up"),
     }
     assert told.program.returncode == 1 and not err
-    assert "it has given up" in told.place.log("launcher").read_text()
+    assert "it has given up" in told.place.log_path("launcher").read_text()
 
 
 def test_too_many_open_files_are_told_once_and_it_goes_on(told: Told) -> None:
@@ -97,7 +97,7 @@ def test_a_log_that_is_gone_is_told_to_its_last_word_and_begun_anew(told: Told) 
     assert told.next()["event"] == "it begins"
     told.write("planner/0", "first\nsecond")
     assert told.next()["event"] == "first"
-    told.place.log("planner/0").unlink()
+    told.place.log_path("planner/0").unlink()
     assert told.next()["event"] == "second"
     told.write("planner/0", "another of the same name\n")
     assert told.next()["event"] == "another of the same name"
@@ -105,7 +105,7 @@ def test_a_log_that_is_gone_is_told_to_its_last_word_and_begun_anew(told: Told) 
 
 def test_no_log_is_looked_at_for_ever(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    following = console.LogPrinter(tmp_path, writes)
+    following = log_printer.LogPrinter(tmp_path, writes)
     following.start()
     for number in range(3):
         (tmp_path / f"{number}.log").write_text("x\n")
@@ -113,8 +113,8 @@ def test_no_log_is_looked_at_for_ever(tmp_path: Path) -> None:
         assert {json.loads(lines.readline())["service"] for _ in range(3)} == {"0", "1", "2"}
         for log in tmp_path.iterdir():
             log.unlink()
-        following.end()
-    assert following.followed == 0
+        following.stop()
+    assert following.file_count == 0
     os.close(writes)
 
 
@@ -130,12 +130,12 @@ def test_who_hangs_up_or_does_not_read_ends_nothing_and_hinders_no_end(told: Tol
 
 def test_a_reader_that_has_gone_is_written_to_no_more(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    following = console.LogPrinter(tmp_path, writes)
+    following = log_printer.LogPrinter(tmp_path, writes)
     following.start()
     os.close(reads)
     (tmp_path / "0.log").write_text("x\n")
-    following.end()
-    assert following.followed == 1
+    following.stop()
+    assert following.file_count == 1
     os.close(writes)
 
 
@@ -152,20 +152,20 @@ def test_output_that_takes_nothing_now_is_tried_again(
         return write(output, content)
 
     monkeypatch.setattr(os, "write", full_at_first)
-    following = console.LogPrinter(tmp_path, writes)
+    following = log_printer.LogPrinter(tmp_path, writes)
     following.start()
     (tmp_path / "0.log").write_text("x\n")
-    following.end()
+    following.stop()
     os.close(writes)
     with os.fdopen(reads) as lines:
         assert not refused and json.loads(lines.readline())["event"] == "x"
 
 
-def all_of(file: Followed, last: bool = False) -> list[str]:
+def all_of(file: LogFollower, last: bool = False) -> list[str]:
     found = []
     while True:
-        found += [json.loads(one)["event"] for one in file.objects(time.monotonic(), "", last)]
-        if not file.behind:
+        found += [json.loads(one)["event"] for one in file.read_objects(time.monotonic(), "", last)]
+        if not file.is_behind:
             return found
 
 
@@ -173,32 +173,34 @@ def test_a_file_that_is_too_long_starts_again_once_it_was_printed_or_told(tmp_pa
     reads, writes = os.pipe()
     log = tmp_path / "engine-0.log"
     log.touch()
-    following = console.LogPrinter(tmp_path, writes)
+    following = log_printer.LogPrinter(tmp_path, writes)
     with log.open("ab") as file:
-        os.posix_fallocate(file.fileno(), 0, LOG_BYTES + 1)
+        os.posix_fallocate(file.fileno(), 0, MAX_LOG_BYTES + 1)
     following.start()
     with os.fdopen(reads) as lines:
         while (said := json.loads(lines.readline()))["service"] != "console":
             pass
         assert f"bytes of {log.name} were not printed" in said["event"]
         assert "this log goes on from" in json.loads(lines.readline())["event"]
-        following.end()
-    assert log.stat().st_size < 1000 and log.with_name(f"{log.name}.1").stat().st_size > LOG_BYTES
+        following.stop()
+    assert (
+        log.stat().st_size < 1000 and log.with_name(f"{log.name}.1").stat().st_size > MAX_LOG_BYTES
+    )
     os.close(writes)
 
 
 def test_a_file_that_is_too_long_is_printed_before_it_starts_again(tmp_path: Path) -> None:
     reads, writes = os.pipe()
-    log, many = tmp_path / "engine-0.log", 3 * PART_BYTES // 1024
+    log, many = tmp_path / "engine-0.log", 3 * READ_BYTES // 1024
     log.touch()
-    os.truncate(log, LOG_BYTES)
-    following = console.LogPrinter(tmp_path, writes)
+    os.truncate(log, MAX_LOG_BYTES)
+    following = log_printer.LogPrinter(tmp_path, writes)
     with log.open("ab") as file:
         file.write(many * (1023 * b"z" + b"\n"))
     following.start()
     with os.fdopen(reads) as lines:
         told = [json.loads(lines.readline())["event"] for _ in range(many + 1)]
-        following.end()
+        following.stop()
     assert told[:many] == many * ["z" * 1023] and "this log goes on from" in told[-1]
     os.close(writes)
 
@@ -206,7 +208,7 @@ def test_a_file_that_is_too_long_is_printed_before_it_starts_again(tmp_path: Pat
 def test_a_file_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.write_text("some line\n")
-    file = Followed(path, path.stat().st_size)
+    file = LogFollower(path, path.stat().st_size)
     path.write_text("new\n")
     assert [*all_of(file), *all_of(file)] == ["new"]
 
@@ -214,13 +216,13 @@ def test_a_file_that_is_made_anew_is_read_from_its_beginning(tmp_path: Path) -> 
 def test_a_root_that_nobody_may_write_is_a_mistake_that_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="nothing can be written in"):
-        console.begin(MeshPlace(tmp_path / "file"), "launcher")
+        log_printer.start_printing(MeshPaths(tmp_path / "file"), "launcher")
 
 
 def test_a_log_that_cannot_be_read_is_not_asked_for_without_end(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
     path.mkdir()  # has a size, and opens as no file
-    assert all_of(Followed(path, 0)) == []
+    assert all_of(LogFollower(path, 0)) == []
 
 
 NOW = "2026-11-23T12:00:00Z"
@@ -232,9 +234,9 @@ ZeroDivisionError: division by zero"""
 
 
 def objects(*lines: str, service: str = "planner-0") -> list[dict[str, Any]]:
-    log = LogObjects(service)
-    found = [text for line in lines for text in log.take(line, NOW)]
-    return [json.loads(text) for text in [*found, *log.rest(NOW)]]
+    log = LogLineParser(service)
+    found = [text for line in lines for text in log.add_line(line, NOW)]
+    return [json.loads(text) for text in [*found, *log.flush(NOW)]]
 
 
 def test_an_object_stays_as_it_is_and_gets_what_it_lacks() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.console import console
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.console import log_printer
 
 if __name__ == "__main__":
-    place = MeshPlace(Path(sys.argv[1]))
-    console.begin(place, "launcher")
+    place = MeshPaths(Path(sys.argv[1]))
+    log_printer.start_printing(place, "launcher")
     print("it begins")
     sys.stdin.read()
-    with place.log("weights").open("a") as log:
+    with place.log_path("weights").open("a") as log:
         log.write("its last word")
     sys.exit("error: it has given up")

@@ -12,33 +12,33 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.commands.keys import _key, _still_good
+from meshrl.commands.keys import _find_key, _find_valid_token
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.access import members, tokens
-from meshrl.common.mesh.access.records import HOST as FOR_HOSTS
-from meshrl.common.mesh.access.records import read
-from meshrl.common.mesh.access.ticket import Ticket
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.hosts.doors import Row
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.checks import addresses
-from meshrl.launch.hosts import joining
-from meshrl.launch.hosts.hosting import HostShape
-from meshrl.launch.hosts.joining import join
+from meshrl.common.mesh.access import members, token_registry
+from meshrl.common.mesh.access.access_records import HOST_TOKEN as FOR_HOSTS
+from meshrl.common.mesh.access.access_records import read_records
+from meshrl.common.mesh.access.access_token import AccessToken
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.hosts.credentials import Credential
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.checks import address_checks
+from meshrl.launch.hosts import host_join
+from meshrl.launch.hosts.host_join import join_mesh
+from meshrl.launch.hosts.host_launcher import HostShape
+from meshrl.launch.hosts.host_offer import GIB, HostOffer, apply_offer
 from meshrl.launch.hosts.membership import Membership
-from meshrl.launch.hosts.returning import GIB, Offer, as_told
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 
-TICKET = Ticket("tcp://10.0.0.5:7100", "g" * 40, "s" * 40)
+TICKET = AccessToken("tcp://10.0.0.5:7100", "g" * 40, "s" * 40)
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("MESHRL_JOIN", raising=False)
     path = tmp_path / "join.token"
-    path.write_text(TICKET.text + "\n")
+    path.write_text(TICKET.encoded + "\n")
     path.chmod(0o600)
     return path
 
@@ -46,49 +46,49 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_is_read_from_a_file_a_url_the_input_or_the_environment(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert joining.found(str(file)) == TICKET
-    assert joining.found(f"file://{file}") == TICKET
-    monkeypatch.setattr("sys.stdin", io.StringIO(TICKET.text))
-    assert joining.found("-") == TICKET
-    for told in (TICKET.text, str(file)):
+    assert host_join.read_join_token(str(file)) == TICKET
+    assert host_join.read_join_token(f"file://{file}") == TICKET
+    monkeypatch.setattr("sys.stdin", io.StringIO(TICKET.encoded))
+    assert host_join.read_join_token("-") == TICKET
+    for told in (TICKET.encoded, str(file)):
         monkeypatch.setenv("MESHRL_JOIN", told)
-        assert joining.found(None) == TICKET
+        assert host_join.read_join_token(None) == TICKET
 
 
 def test_a_token_on_a_command_line_is_refused_and_not_repeated(file: Path) -> None:
     with pytest.raises(ConfigError, match="seen by everybody") as error:
-        joining.found(TICKET.text)
-    assert TICKET.text not in str(error.value)
+        host_join.read_join_token(TICKET.encoded)
+    assert TICKET.encoded not in str(error.value)
 
 
 def test_what_shows_it_to_others_is_refused(file: Path) -> None:
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
-        joining.found(str(file))
+        host_join.read_join_token(str(file))
     place = "example.invalid/join.token"
     for scheme in ("http", "ftp", "HTTP", "simplecache::http", "filecache::https", "webhdfs"):
         with pytest.raises(ConfigError, match="shows it to the network"):
-            joining.found(f"{scheme}://{place}")
+            host_join.read_join_token(f"{scheme}://{place}")
     with pytest.raises(ConfigError, match="shows it to the network"):
-        joining.found(f"zip://*::ftp://{place}")
+        host_join.read_join_token(f"zip://*::ftp://{place}")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
 def test_a_file_of_somebody_else_that_others_can_read_is_refused(file: Path) -> None:
     os.chown(file, 12345, 12345)
-    assert joining.found(str(file)) == TICKET
+    assert host_join.read_join_token(str(file)) == TICKET
     for mode in (0o640, 0o604):
         file.chmod(mode)
         with pytest.raises(ConfigError, match="others can read the token"):
-            joining.found(str(file))
+            host_join.read_join_token(str(file))
 
 
 def test_what_is_none_says_what_to_do(file: Path) -> None:
     with pytest.raises(NotFound, match=r"mesh/join.token.*token create --host"):
-        joining.found(None)
+        host_join.read_join_token(None)
     file.write_text("something else")
     with pytest.raises(ConfigError, match="is no token") as error:
-        joining.found(f"file://{file}")
+        host_join.read_join_token(f"file://{file}")
     assert "something else" not in str(error.value)
 
 
@@ -96,7 +96,7 @@ def test_a_head_does_not_join_a_mesh(tmp_path: Path, file: Path) -> None:
     (tmp_path / "mesh").mkdir()
     (tmp_path / "mesh/settings.json").write_text("{}")
     with pytest.raises(Exception, match="is the head of a mesh"):
-        join(str(file), tmp_path, Offer(), foreground=False)
+        join_mesh(str(file), tmp_path, HostOffer(), foreground=False)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,20 @@ def test_a_head_does_not_join_a_mesh(tmp_path: Path, file: Path) -> None:
 )
 def test_hosts_listen_where_others_reach_them(where: str) -> None:
     with pytest.raises(ConfigError):
-        addresses.reachable(where)
+        address_checks.resolve_listen_endpoint(where)
 
 
 def test_ports_are_any_or_those_that_were_named() -> None:
-    assert addresses.reachable("0.0.0.0:42100-42199", "head") == "tcp://0.0.0.0:42100-42199"
-    assert addresses.reachable("*", "head") == "tcp://0.0.0.0:*"
-    assert addresses.reachable("127.0.0.1") == "tcp://127.0.0.1:*"
-    assert addresses.reachable("localhost:42100-42199") == "tcp://127.0.0.1:42100-42199"
+    assert (
+        address_checks.resolve_listen_endpoint("0.0.0.0:42100-42199", "head")
+        == "tcp://0.0.0.0:42100-42199"
+    )
+    assert address_checks.resolve_listen_endpoint("*", "head") == "tcp://0.0.0.0:*"
+    assert address_checks.resolve_listen_endpoint("127.0.0.1") == "tcp://127.0.0.1:*"
+    assert (
+        address_checks.resolve_listen_endpoint("localhost:42100-42199")
+        == "tcp://127.0.0.1:42100-42199"
+    )
 
 
 HOST, THIEF = "gpu1-1f3a9c", "gpu2-2e4b8d"
@@ -119,23 +125,23 @@ ONE, OTHER = "a1b2c3d4" + "0" * 56, "a1b2c3d4" + "f" * 56
 
 
 async def test_a_key_is_meant_by_how_it_begins_and_never_one_of_two() -> None:
-    state = simulated_state(SystemClock())
-    await doors.admit_host(state, HOST)
-    await doors.enter(state, Row("engine", HOST, ONE, "engine/g0.0"))
-    assert await _key(state, ONE[:8]) == (ONE, f" of engine/g0.0 on {HOST}")
+    state = open_simulated_state(SystemClock())
+    await credentials.admit_host(state, HOST)
+    await credentials.register_key(state, Credential("engine", HOST, ONE, "engine/g0.0"))
+    assert await _find_key(state, ONE[:8]) == (ONE, f" of engine/g0.0 on {HOST}")
     with pytest.raises(NotFound, match="no keys that are let in begin with ffffffff"):
-        await _key(state, "f" * 8)
-    await doors.enter(state, Row("worker", HOST, OTHER, "worker/h1w0"))
+        await _find_key(state, "f" * 8)
+    await credentials.register_key(state, Credential("worker", HOST, OTHER, "worker/h1w0"))
     with pytest.raises(NotFound, match="2 keys") as caught:
-        await _key(state, ONE[:8])
+        await _find_key(state, ONE[:8])
     assert f"{OTHER[:16]} of worker/h1w0" in caught.value.fix
-    assert (await _key(state, OTHER[:9]))[0] == OTHER
-    await doors.admit_host(state, THIEF)
-    await doors.enter(state, Row("engine", THIEF, ONE, "engine/g1.0"))
-    shown = await _key(state, ONE[:9])
+    assert (await _find_key(state, OTHER[:9]))[0] == OTHER
+    await credentials.admit_host(state, THIEF)
+    await credentials.register_key(state, Credential("engine", THIEF, ONE, "engine/g1.0"))
+    shown = await _find_key(state, ONE[:9])
     assert shown == (ONE, f" of engine/g0.0 on {HOST} and engine/g1.0 on {THIEF}"), "still one key"
     gone = "0" * 64
-    assert await _key(state, gone) == (gone, ""), "a whole one may have left its door"
+    assert await _find_key(state, gone) == (gone, ""), "a whole one may have left its door"
     await state.close()
 
 
@@ -145,14 +151,16 @@ def test_who_expels_a_host_is_told_of_the_token_that_would_let_it_in_again(tmp_p
         {"once": "gpu1-aa", "any": "gpu2-bb", "ended": "gpu3-cc"},
     )
     for uses, (name, host) in zip((1, 0, 0), hosts.items(), strict=True):
-        token, _ = tokens.made(name, 60.0, 0.0, "tcp://h:1", "k", kind=FOR_HOSTS, uses=uses)
-        tokens.keep(path, token)
-        members.let_in(path, token.id, host, host.encode(), 1.0)
-    tokens.revoke(path, "ended", 2.0)
-    known = read(path)
-    assert [_still_good(known, host, 3.0) for host in hosts.values()] == ["", "any", ""]
-    assert _still_good(known, hosts["any"], 61.0) == ""
-    assert _still_good(known, "gpu9-zz", 3.0) == ""
+        token, _ = token_registry.create_token(
+            name, 60.0, 0.0, "tcp://h:1", "k", kind=FOR_HOSTS, uses=uses
+        )
+        token_registry.add_token(path, token)
+        members.admit_member(path, token.id, host, host.encode(), 1.0)
+    token_registry.revoke_tokens(path, "ended", 2.0)
+    known = read_records(path)
+    assert [_find_valid_token(known, host, 3.0) for host in hosts.values()] == ["", "any", ""]
+    assert _find_valid_token(known, hosts["any"], 61.0) == ""
+    assert _find_valid_token(known, "gpu9-zz", 3.0) == ""
 
 
 SHAPE = HostShape(
@@ -162,25 +170,25 @@ SETTINGS = MeshSettings("", "here", host="gpu1-aa", metrics="off", network="ib",
 
 
 def test_what_is_not_said_stays() -> None:
-    assert as_told(SHAPE, SETTINGS, Offer()) == (SHAPE, SETTINGS, [])
+    assert apply_offer(SHAPE, SETTINGS, HostOffer()) == (SHAPE, SETTINGS, [])
 
 
 def test_what_the_head_need_not_know_is_taken() -> None:
     named = {"market", "memory", "disk", "cache", "metrics", "network", "services"}
     named |= {"rate_up", "rate_down"}
-    offer = Offer(
+    offer = HostOffer(
         metrics="127.0.0.1:9",
         market="lent",
         memory_gib=3.0,
         disk_gib=4.0,
         network="",
         cache_gib=5.0,
-        takes=("sandboxes",),
-        rate_up_mb=20.0,
-        rate_down_mb=0.5,
-        named=named,
+        accepted_services=("sandboxes",),
+        upload_mb_per_s=20.0,
+        download_mb_per_s=0.5,
+        given_options=named,
     )
-    shape, settings, kept = as_told(SHAPE, SETTINGS, offer)
+    shape, settings, kept = apply_offer(SHAPE, SETTINGS, offer)
     sizes: dict[str, Any] = {"memory_bytes": 3 * GIB, "disk_bytes": 4 * GIB}
     assert shape == replace(SHAPE, market="lent", takes=("sandboxes",), **sizes)
     now: dict[str, Any] = {"metrics": "127.0.0.1:9", "network": "", "chunks_bytes": 5 * GIB}
@@ -190,13 +198,17 @@ def test_what_the_head_need_not_know_is_taken() -> None:
 
 
 def test_what_it_would_have_to_know_is_not_and_that_is_said() -> None:
-    same = Offer(workers=2, named={"workers", "device", "standby"})
-    assert as_told(SHAPE, SETTINGS, same) == (SHAPE, SETTINGS, [])
+    same = HostOffer(workers=2, given_options={"workers", "device", "standby"})
+    assert apply_offer(SHAPE, SETTINGS, same) == (SHAPE, SETTINGS, [])
     named = {"workers", "device", "ephemeral", "standby"}
-    other = Offer(workers=0, device="cuda", ephemeral=True, standby=False, named=named)
+    other = HostOffer(
+        workers=0, device="cuda", ephemeral=True, accepts_standby=False, given_options=named
+    )
     kept = ["--workers 2", "--device cpu", "not --ephemeral", "--standby"]
-    assert as_told(SHAPE, SETTINGS, other) == (SHAPE, SETTINGS, kept)
-    assert as_told(SHAPE, SETTINGS, Offer(0, named={"no_workers"}))[2] == ["--workers 2"]
+    assert apply_offer(SHAPE, SETTINGS, other) == (SHAPE, SETTINGS, kept)
+    assert apply_offer(SHAPE, SETTINGS, HostOffer(0, given_options={"no_workers"}))[2] == [
+        "--workers 2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +223,7 @@ def test_what_it_would_have_to_know_is_not_and_that_is_said() -> None:
 def test_the_command_says_which_options_it_does_not_take(
     tmp_path: Path, options: list[str], said: str
 ) -> None:
-    place = MeshPlace(tmp_path)
+    place = MeshPaths(tmp_path)
     place.directory.mkdir()
     Membership("gpu1-aa", "tcp://127.0.0.1:9", "g" * 40, "s" * 40).write(place)
     SETTINGS.to_file(place.settings)

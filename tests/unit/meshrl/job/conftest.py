@@ -9,9 +9,9 @@ import pytest
 
 from meshrl.common.base.errors import MeshError
 from meshrl.common.job.config import JobConfig
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
-from meshrl.job.jobfile import read
-from meshrl.job.loaded import Check, JobFile
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
+from meshrl.job.job_file import Check, JobFile
+from meshrl.job.job_reader import read_job_file
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.meshrl.conftest import NO_TENSORS
 
@@ -41,7 +41,7 @@ class Given:
 
     def read(self, *settings: str) -> JobFile:
         """The same, for checks that look at this host."""
-        return read(self.path, [*self.settings, *settings])
+        return read_job_file(self.path, [*self.settings, *settings])
 
     def refusal(self, *settings: str, check: Check | None = None) -> str:
         """What is said of the job with further settings, by a check or when it is read."""
@@ -61,7 +61,7 @@ def tiny(job: Path) -> Given:
 @pytest.fixture
 def small(job: Path) -> Given:
     """The job of two rows, whose tokenizer has the ids 0 to 11 and whose model has 16 rows."""
-    character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
+    build_character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
     return Given(job, SMALL)
 
 
@@ -93,7 +93,7 @@ def chat(job: Path) -> Given:
 @pytest.fixture
 def frozen(job: Path, shape: str) -> Given:
     """The job of two rows with a teacher, a stranger and another dataset beside it."""
-    character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
+    build_character_tokenizer("0123456789+=", job.parent / "tokenizer.json")
     model(job.parent / "teacher", "0123456789+=abc", shape)
     model(job.parent / "stranger", "abc0123456789+=", shape)
     (job.parent / "more.jsonl").write_text('{"prompt": "2+3="}\n{"prompt": "2+4="}\n')
@@ -107,5 +107,5 @@ def model(directory: Path, characters: str, shape: str) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(shape)
     (directory / "model.safetensors").write_bytes(NO_TENSORS)
-    character_tokenizer(characters, directory / "tokenizer.json")
+    build_character_tokenizer(characters, directory / "tokenizer.json")
     return directory

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.shapes import ModelShape
-from meshrl.common.job.bundle.bundle_files import digest_of, listed
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.job.bundle.bundle_files import compute_digest, list_files
 from meshrl.common.job.config import JobConfig
-from meshrl.common.job.schema import JOB
-from meshrl.common.state.pool.demand.needs import need_of
-from meshrl.job.bundle import pack
-from meshrl.job.edited import notice, remembered
-from meshrl.job.jobfile import apply_override, load
-from meshrl.job.loaded import at
-from meshrl.job.model_files import size
-from meshrl.job.references import neighbours
-from meshrl.job.toml.reading import key_lines, line_of
-from meshrl.job.toml.writing import to_toml
+from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.common.state.pool.demand.requirements import derive_requirements
+from meshrl.job.bundle import pack_bundle
+from meshrl.job.edited_job_file import describe_edits, record_job_file
+from meshrl.job.job_file import get_value
+from meshrl.job.job_reader import apply_override, load_config
+from meshrl.job.model_files import count_parameters
+from meshrl.job.references import find_local_imports
+from meshrl.job.toml.reader import find_key_lines, find_line
+from meshrl.job.toml.writer import to_toml
 from tests.load import scaled
 from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import Given
@@ -36,12 +36,12 @@ REFERENCE = ("models.reference.path=initial", "algorithm.kl_coefficient=0.1")
 
 
 def test_a_valid_file_gives_defaults_and_absolute_paths(job: Path) -> None:
-    config, base = load(job, [])
+    config, base = load_config(job, [])
     assert base == job.parent
     assert config.algorithm.group_size == 4
     assert config.budget.steps == JobConfig().budget.steps
     assert config.dataset.train == str(job.parent / "train.jsonl")
-    assert config.models.declared == {} and not config.supervised
+    assert config.models.models_by_role == {} and not config.is_supervised
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_settings_are_taken(
 ) -> None:
     given: Given = request.getfixturevalue(job_)
     config = given.load(*settings)
-    assert {key: at(config, key) for key in values} == values
+    assert {key: get_value(config, key) for key in values} == values
 
 
 def test_an_override_without_a_value_says_how_to_write_it() -> None:
@@ -81,7 +81,7 @@ def test_an_override_without_a_value_says_how_to_write_it() -> None:
 
 
 def test_every_key_has_a_nearest_key_which_is_itself() -> None:
-    assert all(JOB.nearest(key) == key for key in JOB.kinds)
+    assert all(JOB_SCHEMA.find_nearest_key(key) == key for key in JOB_SCHEMA.types_by_key)
 
 
 @pytest.mark.parametrize(
@@ -101,36 +101,40 @@ def test_every_key_has_a_nearest_key_which_is_itself() -> None:
 def test_lines_are_found_through_strings_arrays_and_lists_of_tables(
     text: str, lines: dict[str, int]
 ) -> None:
-    assert key_lines(text) == lines
-    assert line_of({"c": 5}, "c.x.y") == 5
-    assert line_of(lines, "nowhere") == 0
+    assert find_key_lines(text) == lines
+    assert find_line({"c": 5}, "c.x.y") == 5
+    assert find_line(lines, "nowhere") == 0
 
 
 def test_buckets_and_pace_are_taken_as_written(job: Path) -> None:
     tables = "rollout.buckets=[{max_tokens=60, batch=32}, {max_tokens=320, batch=8, engines=0.5}]"
-    config, _ = load(job, [tables, "rollout.pace=18/32/6000"])
+    config, _ = load_config(job, [tables, "rollout.pace=18/32/6000"])
     assert [(b.max_tokens, b.batch, b.engines) for b in config.rollout.buckets] == [
         (60, 32, 1.0),
         (320, 8, 0.5),
     ]
-    assert JobConfig.from_document(config.document()) == config
+    assert JobConfig.from_document(config.to_document()) == config
 
 
 def test_degrees_become_what_the_job_asks_of_the_pool(tiny: Given) -> None:
-    need = need_of(tiny.load("rollout.tensor_parallel=[4, 2]", PACED, MANY).document())
-    assert (need.degrees, need.floor, need.alternates) == ((2, 4), 3, False)
-    assert need_of(tiny.load("rollout.tensor_parallel=[1, 2]", PACED, MANY).document()).alternates
-    assert need_of(tiny.load().document()).degrees == (1,)
+    need = derive_requirements(
+        tiny.load("rollout.tensor_parallel=[4, 2]", PACED, MANY).to_document()
+    )
+    assert (need.degrees, need.worker_floor, need.alternates) == ((2, 4), 3, False)
+    assert derive_requirements(
+        tiny.load("rollout.tensor_parallel=[1, 2]", PACED, MANY).to_document()
+    ).alternates
+    assert derive_requirements(tiny.load().to_document()).degrees == (1,)
 
 
 @pytest.mark.parametrize("example", ["calculator", "chat", "code"])
 def test_what_a_dry_run_prints_is_the_same_job(tmp_path: Path, example: str) -> None:
     base = shutil.copytree(EXAMPLES, tmp_path / "examples")
     stops = 'rollout.stop=["😀", "\\u007f", "\\\\"]'
-    config, _ = load(base / f"{example}.toml", [stops])
+    config, _ = load_config(base / f"{example}.toml", [stops])
     printed = base / "printed.toml"
-    printed.write_text(to_toml(config.document()), encoding="utf-8")
-    assert load(printed, []) == (config, base)
+    printed.write_text(to_toml(config.to_document()), encoding="utf-8")
+    assert load_config(printed, []) == (config, base)
 
 
 def test_files_in_other_encodings_are_read_or_named_with_their_line(tiny: Given) -> None:
@@ -148,7 +152,7 @@ def test_every_default_keeps_to_its_own_declaration() -> None:
     def fail(key: str, message: str, fix: str) -> ConfigError:
         return ConfigError(message)
 
-    assert JOB.validated(JobConfig().document(), fail) == JobConfig()
+    assert JOB_SCHEMA.validate(JobConfig().to_document(), fail) == JobConfig()
 
 
 def test_processes_that_read_jobs_do_without_pydantic() -> None:
@@ -177,7 +181,7 @@ def test_a_model_that_the_decoder_does_not_implement_is_told_before_anything_sta
 
 
 TEXT = '[model]\npath = "here"\n\n[budget]\nsteps = 48\n\n[optimizer]\nadamw_lr = 0.001\n'
-DOCUMENT = JobConfig().document()
+DOCUMENT = JobConfig().to_document()
 
 
 @pytest.fixture
@@ -188,16 +192,16 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_file_that_is_as_it_was_or_gone_is_nothing_to_tell(file: Path) -> None:
-    kept = remembered(file)
-    assert notice(kept, DOCUMENT, "runs/job") == []
+    kept = record_job_file(file)
+    assert describe_edits(kept, DOCUMENT, "runs/job") == []
     file.unlink()
-    assert notice(kept, DOCUMENT, "runs/job") == []
+    assert describe_edits(kept, DOCUMENT, "runs/job") == []
 
 
 def test_keys_that_differ_are_told_with_how_to_apply_those_that_may_change(file: Path) -> None:
-    kept = remembered(file)
+    kept = record_job_file(file)
     file.write_text(TEXT.replace("48", "96").replace("here", "there") + "clip_norm = 0.5\n")
-    told = "\n".join(notice(kept, DOCUMENT, "runs/job"))
+    told = "\n".join(describe_edits(kept, DOCUMENT, "runs/job"))
     assert "budget.steps: 48 here, 96 in the file" in told
     assert "optimizer.clip_norm: 1.0 here, 0.5 in the file" in told
     assert "model.path" in told and "may not change: the weights" in told
@@ -207,25 +211,25 @@ def test_keys_that_differ_are_told_with_how_to_apply_those_that_may_change(file:
 
 
 def test_an_edit_that_says_what_the_run_does_by_now_is_nothing_to_tell(file: Path) -> None:
-    kept = remembered(file)
+    kept = record_job_file(file)
     file.write_text("# a comment\n" + TEXT)
-    assert notice(kept, DOCUMENT, "runs/job") == []
+    assert describe_edits(kept, DOCUMENT, "runs/job") == []
     file.write_text(TEXT.replace("48", "96"))
     extended = DOCUMENT | {"budget": {"steps": 96}}
-    assert notice(kept, extended, "runs/job") == []
+    assert describe_edits(kept, extended, "runs/job") == []
 
 
 def test_a_file_that_is_no_job_file_any_more_stops_nothing(file: Path) -> None:
-    kept = remembered(file)
+    kept = record_job_file(file)
     file.write_text("[budget\n")
-    assert "no TOML now" in notice(kept, DOCUMENT, "runs/job")[0]
+    assert "no TOML now" in describe_edits(kept, DOCUMENT, "runs/job")[0]
     file.write_text(TEXT + "\n[unheard]\nof = 1\n")
-    assert "unheard.of" in notice(kept, DOCUMENT, "runs/job")[1]
+    assert "unheard.of" in describe_edits(kept, DOCUMENT, "runs/job")[1]
 
 
 def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> None:
-    config, base = load(job, [])
-    directory, document = pack(config, base, tmp_path / "run")
+    config, base = load_config(job, [])
+    directory, document = pack_bundle(config, base, tmp_path / "run")
     held = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     assert held == [
         "data/held_out.jsonl",
@@ -238,22 +242,26 @@ def test_a_bundle_holds_code_rows_and_tokenizer(job: Path, tmp_path: Path) -> No
     assert document["dataset"]["train"] == "data/train.jsonl"
     files = document["bundle"].pop("files")
     shape = document["bundle"].pop("shape")
-    assert ModelShape(**shape).parameters == size(config) > 0
-    about = {"dir": str(directory), "digest": directory.name, "parameters": size(config)}
+    assert ModelShape(**shape).parameters == count_parameters(config) > 0
+    about = {
+        "dir": str(directory),
+        "digest": directory.name,
+        "parameters": count_parameters(config),
+    }
     assert document["bundle"] == about
-    assert list(files) == held and files == listed(directory)
-    assert digest_of(listed(directory)) == directory.name
+    assert list(files) == held and files == list_files(directory)
+    assert compute_digest(list_files(directory)) == directory.name
 
 
 def test_packing_twice_gives_one_bundle_and_a_change_gives_another(
     job: Path, tmp_path: Path
 ) -> None:
-    config, base = load(job, [])
-    first, _ = pack(config, base, tmp_path / "run")
-    again, _ = pack(config, base, tmp_path / "run")
+    config, base = load_config(job, [])
+    first, _ = pack_bundle(config, base, tmp_path / "run")
+    again, _ = pack_bundle(config, base, tmp_path / "run")
     assert first == again
     (base / "tally.py").write_text("COUNT = 3\n")
-    changed, _ = pack(config, base, tmp_path / "run")
+    changed, _ = pack_bundle(config, base, tmp_path / "run")
     assert changed != first
     assert sorted(p.name for p in (tmp_path / "run/bundle").iterdir()) == sorted(
         [first.name, changed.name]
@@ -269,8 +277,8 @@ def test_a_model_directory_travels_with_its_tokenizer(
         (model / name).write_text(name)
     (model / "config.json").write_text(shape)
     (model / "model.safetensors").write_bytes(NO_TENSORS)
-    config, base = load(job, [f"model.path={model}", "model.tokenizer=''"])
-    directory, document = pack(config, base, tmp_path / "run")
+    config, base = load_config(job, [f"model.path={model}", "model.tokenizer=''"])
+    directory, document = pack_bundle(config, base, tmp_path / "run")
     assert sorted(p.name for p in (directory / "model").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -289,7 +297,9 @@ def test_relative_imports_inside_a_package_are_followed(tmp_path: Path) -> None:
     (package / "dice.py").write_text("import outside\n")
     (package / "board.py").write_text("class Board: ...\n")
     (tmp_path / "outside.py").write_text("")
-    found = [p.relative_to(tmp_path).as_posix() for p in neighbours(tmp_path, ["game.world"])]
+    found = [
+        p.relative_to(tmp_path).as_posix() for p in find_local_imports(tmp_path, ["game.world"])
+    ]
     assert found == [
         "game/__init__.py",
         "game/board.py",

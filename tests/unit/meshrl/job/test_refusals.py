@@ -12,20 +12,20 @@ import pytest
 from meshrl.common.base.errors import Refused
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import AlgorithmConfig
-from meshrl.common.job.correction_bounds import LARGEST
-from meshrl.common.job.isolation import containment
-from meshrl.common.job.isolation.isolation import ORDER
-from meshrl.common.job.schema import JOB
-from meshrl.job import bundle, jobfile
-from meshrl.job.checks.file import algorithm
-from meshrl.job.references import all_references
+from meshrl.common.job.correction_bounds import MAX_WEIGHTS
+from meshrl.common.job.isolation import isolation_probe
+from meshrl.common.job.isolation.tiers import TIER_ORDER
+from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.job import bundle, job_reader
+from meshrl.job.checks.job_file import algorithm
+from meshrl.job.references import find_references
 from meshrl.services.trainer.algorithms import ALGORITHMS
-from meshrl.services.trainer.algorithms.hooks import advantage_of_one
-from meshrl.services.trainer.arithmetic import aggregation
+from meshrl.services.trainer.algorithms.hooks import compute_unit_advantages
+from meshrl.services.trainer.learner import aggregation
 from tests.unit.meshrl.conftest import NO_TENSORS
 from tests.unit.meshrl.job.conftest import Given
 
-MACHINE = "meshrl.job.checks.machine"
+MACHINE = "meshrl.job.checks.host"
 CASES = [json.loads(line) for line in Path(__file__).with_name("refusals.jsonl").open("rb")]
 
 
@@ -59,20 +59,24 @@ def test_a_mistake_is_refused_where_it_stands(
 
 
 def test_the_choices_of_a_job_file_are_those_of_the_trainer() -> None:
-    choices = {key: get_args(kind) for key, kind in JOB.kinds.items()}
+    choices = {key: get_args(kind) for key, kind in JOB_SCHEMA.types_by_key.items()}
     assert sorted(choices["algorithm.name"]) == sorted(ALGORITHMS)
-    assert choices["algorithm.aggregation"] == ("", *aggregation.NAMES)
-    assert choices["algorithm.correction"] == ("none", *LARGEST)
+    assert choices["algorithm.aggregation"] == ("", *aggregation.AGGREGATIONS)
+    assert choices["algorithm.correction"] == ("none", *MAX_WEIGHTS)
     assert AlgorithmConfig().name in ALGORITHMS
-    rewardless = {name for name, one in ALGORITHMS.items() if one.advantages is advantage_of_one}
-    assert rewardless == set(algorithm.REWARDLESS)
+    rewardless = {
+        name
+        for name, one in ALGORITHMS.items()
+        if one.compute_advantages is compute_unit_advantages
+    }
+    assert rewardless == set(algorithm.REWARDLESS_ALGORITHMS)
 
 
 MORE = '[{name = "more", path = "more.jsonl", samples = 4, pass_at = [1, 4]}]'
 
 
 def test_what_is_whole_is_accepted_and_lies_in_the_bundle(frozen: Given, tmp_path: Path) -> None:
-    config, base = jobfile.load(
+    config, base = job_reader.load_config(
         frozen.path,
         [
             "models.reference.path=initial",
@@ -87,13 +91,13 @@ def test_what_is_whole_is_accepted_and_lies_in_the_bundle(frozen: Given, tmp_pat
         ],
     )
     assert config.reward.judge.template == "Is {answer} right?\nyes or no\n"
-    _, document = bundle.pack(config, base, tmp_path / "run")
-    data = JobData.of("tiny", json.loads(json.dumps(document)), str(tmp_path))
-    assert (data.frozen("teacher") / "model.safetensors").read_bytes() == NO_TENSORS
-    assert (data.frozen("reward") / "tokenizer.json").is_file()
+    _, document = bundle.pack_bundle(config, base, tmp_path / "run")
+    data = JobData.from_document("tiny", json.loads(json.dumps(document)), str(tmp_path))
+    assert (data.get_frozen_model_dir("teacher") / "model.safetensors").read_bytes() == NO_TENSORS
+    assert (data.get_frozen_model_dir("reward") / "tokenizer.json").is_file()
     assert data.config.models.reference.path == "initial"
     [dataset] = data.config.evaluation.datasets
-    assert data.rows_of(dataset.path) == [{"prompt": "2+3="}, {"prompt": "2+4="}]
+    assert data.read_file_rows(dataset.path) == [{"prompt": "2+3="}, {"prompt": "2+4="}]
     assert dataset.pass_at == [1, 4]
 
 
@@ -101,8 +105,8 @@ def test_a_job_of_given_answers_has_groups_of_one_and_needs_no_reward(frozen: Gi
     settings = ["algorithm.name=sft", "dataset.train=given.jsonl", "reward.use="]
     frozen.path.write_text(frozen.path.read_text().replace("group_size = 4\n", ""))
     config = frozen.load(*settings)
-    assert config.supervised and config.algorithm.group_size == 1 and config.min_group == 1
-    assert frozen.load(*settings, "rollout.top_p=0.9").supervised  # of evaluations
+    assert config.is_supervised and config.algorithm.group_size == 1 and config.min_group == 1
+    assert frozen.load(*settings, "rollout.top_p=0.9").is_supervised  # of evaluations
 
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
@@ -110,7 +114,7 @@ EXAMPLE = Path(__file__).parents[4] / "examples" / "calculator.toml"
 
 def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
     tools = "{calculate='calculator:calculate', p='python', s='shell', w='mcp:web/search'}"
-    config, _ = jobfile.load(
+    config, _ = job_reader.load_config(
         EXAMPLE,
         [
             "reward.use=",
@@ -120,45 +124,45 @@ def test_parts_of_all_kinds_and_tools_of_all_kinds_are_accepted() -> None:
             "environment.once=['p']",
         ],
     )
-    assert [(part.use, part.weight) for part in config.reward.declared] == [
+    assert [(part.use, part.weight) for part in config.reward.reward_parts] == [
         ("math", 1.0),
         ("calculator:reward", 0.5),
     ]
-    assert sorted(config.jailed) == ["python", "shell"]
-    references = dict(all_references(config))
+    assert sorted(config.jailed_names) == ["python", "shell"]
+    references = dict(find_references(config))
     assert references["reward.parts"] == "calculator:reward"
     assert "environment.tools.p" not in references
 
 
 def test_the_tiers_of_a_job_file_are_those_of_isolation_the_best_first() -> None:
-    assert get_args(JOB.kinds["sandbox.tier"]) == ORDER[:0:-1]
+    assert get_args(JOB_SCHEMA.types_by_key["sandbox.tier"]) == TIER_ORDER[:0:-1]
 
 
 def test_a_job_that_runs_no_code_of_the_model_needs_no_isolation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there
-    config, _ = jobfile.load(EXAMPLE, [])
-    assert config.jailed == []
-    containment.require(config)
+    config, _ = job_reader.load_config(EXAMPLE, [])
+    assert config.jailed_names == []
+    isolation_probe.require_isolation(config)
 
 
 def test_a_job_that_does_is_refused_with_the_fix_where_there_is_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
+    config, _ = job_reader.load_config(EXAMPLE.with_name("code.toml"), [])
     with pytest.raises(Refused, match=r"code_tests run code that the model wrote") as caught:
-        containment.require(config)
+        isolation_probe.require_isolation(config)
     assert "apt-get install bubblewrap" in str(caught.value)
 
 
 @pytest.mark.rotating(2)
 @pytest.mark.needs("bwrap")
 def test_the_isolation_that_is_found_is_one_that_a_program_ran_in() -> None:
-    found = containment.found()
+    found = isolation_probe.probe_isolation()
     assert found.tier in ("bwrap", "cgroup")
     assert found.meaning.startswith("bwrap + seccomp")
     assert bool(found.fix) == (found.tier != "cgroup")
-    config, _ = jobfile.load(EXAMPLE.with_name("code.toml"), [])
-    containment.require(config)
+    config, _ = job_reader.load_config(EXAMPLE.with_name("code.toml"), [])
+    isolation_probe.require_isolation(config)

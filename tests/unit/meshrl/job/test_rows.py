@@ -15,11 +15,11 @@ import pytest
 from loadtests.chat_templates.comparing import directory_of
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import EnvironmentConfig, JobConfig
-from meshrl.common.model.chat.messages import conversation_of
-from meshrl.job import rows, tasksets
-from meshrl.job.bundle import pack
-from meshrl.job.jobfile import load
-from meshrl.job.row_keys import read_always
+from meshrl.common.model.chat.messages import parse_conversation
+from meshrl.job import dataset_rows, tasksets
+from meshrl.job.bundle import pack_bundle
+from meshrl.job.job_reader import load_config
+from meshrl.job.row_keys import find_unconditional_keys
 from tests.unit.common.model.chatting import qwen3_tokenizer
 from tests.unit.common.model.templates.formats import FORMATS
 from tests.unit.meshrl.job.conftest import Given
@@ -61,7 +61,7 @@ def saved(path: Path, values: list[dict[str, Any]], shards: int = 1) -> Path:
 
 
 def values(path: Path) -> list[dict[str, Any]]:
-    return [row.value for row in rows.read(path, "prompt")]
+    return [row.value for row in dataset_rows.read_rows(path, "prompt")]
 
 
 def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         saved(tmp_path / "saved", ROWS),
         saved(tmp_path / "sharded", ROWS, shards=3),
     ):
-        assert rows.exists(path)
+        assert dataset_rows.has_dataset(path)
         assert values(path) == ROWS, path
 
 
@@ -84,9 +84,9 @@ def test_rows_that_say_the_same_are_the_same_in_every_format(tmp_path: Path) -> 
     written = tmp_path / "rows.jsonl"
     written.write_text('{"more":{"no":null,"share":0.5}, "tags":["a","\\u00fc"],"answer":0, ')
     written.write_text(written.read_text() + '"prompt":"what is 0?"}\n')
-    (one,) = rows.read(written)
-    first = next(rows.read(parquet_file(tmp_path / "rows.parquet", ROWS)))
-    assert one.identity == first.identity and one.line != first.line
+    (one,) = dataset_rows.read_rows(written)
+    first = next(dataset_rows.read_rows(parquet_file(tmp_path / "rows.parquet", ROWS)))
+    assert one.identity == first.identity and one.json_line != first.json_line
 
 
 def test_a_directory_of_several_splits_asks_for_one(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_what_is_no_dataset_says_what_would_be(tmp_path: Path) -> None:
     (tmp_path / "text.parquet").write_text("{}")
     with pytest.raises(ConfigError, match=r"text\.parquet: not Parquet"):
         values(tmp_path / "text.parquet")
-    assert not rows.exists(tmp_path / "train-*.parquet")
+    assert not dataset_rows.has_dataset(tmp_path / "train-*.parquet")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_task_of_a_taskset_that_cannot_be_sent_is_named(tmp_path: Path) -> Non
     writer.chmod(0o755)
     environment = EnvironmentConfig(verifiers="sums", python=str(writer))
     with pytest.raises(ConfigError, match="taskset 'sums', task 1: column 'answer' cannot be sent"):
-        tasksets.tasks(JobConfig(environment=environment), tmp_path)
+        tasksets.load_tasks(JobConfig(environment=environment), tmp_path)
 
 
 def test_a_row_without_its_prompt_is_named(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_row_without_its_prompt_is_named(tmp_path: Path) -> None:
 def test_a_prompt_may_be_messages_only_in_a_chat(tmp_path: Path) -> None:
     message = {"role": "user", "content": "hello"}
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": [message]}, {"prompt": "hello"}])
-    assert len(list(rows.read(path, "prompt", chat=True))) == 2
+    assert len(list(dataset_rows.read_rows(path, "prompt", chat=True))) == 2
     with pytest.raises(ConfigError, match=r"line 1: 'prompt' is a list.* the job has no chat"):
         values(path)
     for bad, says in (
@@ -167,7 +167,7 @@ def test_a_prompt_may_be_messages_only_in_a_chat(tmp_path: Path) -> None:
     ):
         path = jsonl(tmp_path / "rows.jsonl", [{"prompt": bad}])
         with pytest.raises(ConfigError, match=says):
-            list(rows.read(path, "prompt", chat=True))
+            list(dataset_rows.read_rows(path, "prompt", chat=True))
 
 
 def test_a_mixed_conversation_of_parquet_is_taken(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_mixed_conversation_of_parquet_is_taken(tmp_path: Path) -> None:
         {"role": "tool", "content": "2", "tool_call_id": "a"},
     ]
     path = parquet_file(tmp_path / "rows.parquet", [{"prompt": messages}, {"prompt": messages[:1]}])
-    read = [row.value["prompt"] for row in rows.read(path, "prompt", chat=True)]
+    read = [row.value["prompt"] for row in dataset_rows.read_rows(path, "prompt", chat=True)]
     assert read[0][0] == messages[0] | {"tool_calls": None, "tool_call_id": None}
-    assert conversation_of(read[0]) == conversation_of(messages)
+    assert parse_conversation(read[0]) == parse_conversation(messages)
 
 
 def test_a_number_of_jsonl_that_is_not_finite_names_line_and_column(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_job_takes_parquet_and_a_saved_dataset_and_bundles_them(
     parquet_file(job.parent / "train.parquet", ROWS[:5])
     saved(job.parent / "held", ROWS[5:])
     overrides = ["dataset.train=train.parquet", "dataset.held_out=held"]
-    config, base = load(job, overrides)
-    directory, document = pack(config, base, tmp_path / "run")
+    config, base = load_config(job, overrides)
+    directory, document = pack_bundle(config, base, tmp_path / "run")
     for key, want in (("train", ROWS[:5]), ("held_out", ROWS[5:])):
         bundled = (directory / document["dataset"][key]).read_text().splitlines()
         assert [json.loads(line) for line in bundled] == want
@@ -211,24 +211,27 @@ def test_a_held_out_row_is_found_among_the_trained_ones_whatever_the_format(job:
         job.parent / "held.parquet", [{"prompt": "1+3=", "n": 4}, {"n": 2, "prompt": "1+1="}]
     )
     with pytest.raises(ConfigError, match=r"held\.parquet, row 2 is also in dataset\.train"):
-        load(job, ["dataset.held_out=held.parquet"])
+        load_config(job, ["dataset.held_out=held.parquet"])
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert [row.value["prompt"] for row in rows.read(tmp_path / "rows.jsonl")] == ["a", "b"]
+    assert [row.value["prompt"] for row in dataset_rows.read_rows(tmp_path / "rows.jsonl")] == [
+        "a",
+        "b",
+    ]
 
 
 def test_lists_in_lists_without_end_are_refused_with_their_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' + "[" * 5000 + "]" * 5000 + "\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: .* nested too deeply"):
-        list(rows.read(tmp_path / "rows.jsonl"))
+        list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
 
 
 def test_a_number_of_more_digits_than_are_read_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"n": ' + "9" * 5000 + "}\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2: a number that cannot be read"):
-        list(rows.read(tmp_path / "rows.jsonl"))
+        list(dataset_rows.read_rows(tmp_path / "rows.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_a_saved_dataset_that_is_none_names_its_file(
 ) -> None:
     (tmp_path / file).write_text(content)
     with pytest.raises(ConfigError) as caught:
-        list(rows.read(tmp_path))
+        list(dataset_rows.read_rows(tmp_path))
     assert str(tmp_path / ("absent.arrow" if "absent" in content else file)) in str(caught.value)
     assert "\n" not in str(caught.value) and caught.value.fix
 
@@ -277,7 +280,7 @@ def test_only_what_every_call_reads_is_needed(body: str, keys: list[str]) -> Non
     source = "def score(row, turns):\n" + textwrap.indent(body, "    ")
     [function] = ast.parse(source).body
     assert isinstance(function, ast.FunctionDef)
-    assert [key for key, _ in read_always(function)] == keys
+    assert [key for key, _ in find_unconditional_keys(function)] == keys
 
 
 def test_the_formats_stop_tokens_join_the_jobs(chat: Given) -> None:
@@ -332,7 +335,7 @@ def test_the_models_own_end_tokens_end_a_turn(
 
     model = model_of(job, shape, ids(config), ids(generation))
     named = [f"model.path={model}", "model.tokenizer=''", 'rollout.stop=["a"]']
-    assert load(job, named)[0].rollout.stop == ["a", *ends]
+    assert load_config(job, named)[0].rollout.stop == ["a", *ends]
 
 
 def test_a_model_from_scratch_has_the_end_tokens_it_is_described_with(chat: Given) -> None:
@@ -348,7 +351,7 @@ def test_an_end_token_that_is_none_is_refused(
 ) -> None:
     model = model_of(job, shape, None, config)
     with pytest.raises(ConfigError, match=says):
-        load(job, [f"model.path={model}", "model.tokenizer=''"])
+        load_config(job, [f"model.path={model}", "model.tokenizer=''"])
 
 
 def templated(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
@@ -368,20 +371,20 @@ def templated(job: Path, shape: str, name: str, rows: str = "") -> list[str]:
 def test_auto_is_the_models_own_template_where_its_name_is_unknown(
     job: Path, shape: str, name: str, ends: str
 ) -> None:
-    config, _ = load(job, templated(job, shape, name))
+    config, _ = load_config(job, templated(job, shape, name))
     assert (config.environment.chat, config.rollout.stop) == ("template", [ends])
 
 
 def test_a_template_that_writes_the_date_has_one_for_the_whole_run(job: Path, shape: str) -> None:
     overrides = templated(job, shape, "llama-3")
     before = date.today().isoformat()
-    found = load(job, overrides)[0].environment.chat_date
+    found = load_config(job, overrides)[0].environment.chat_date
     assert found in (before, date.today().isoformat())
-    named = load(job, [*overrides, "environment.chat_date=2024-02-09"])[0]
+    named = load_config(job, [*overrides, "environment.chat_date=2024-02-09"])[0]
     assert named.environment.chat_date == "2024-02-09"
     with pytest.raises(ConfigError, match="is no day"):
-        load(job, [*overrides, "environment.chat_date=today"])
-    assert load(job, templated(job, shape, "gemma"))[0].environment.chat_date == ""
+        load_config(job, [*overrides, "environment.chat_date=today"])
+    assert load_config(job, templated(job, shape, "gemma"))[0].environment.chat_date == ""
 
 
 SYSTEM_ROW = '{"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]}\n'
@@ -398,11 +401,11 @@ def test_what_a_template_cannot_do_is_refused(
     job: Path, shape: str, name: str, overrides: list[str], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        load(job, [*templated(job, shape, name, SYSTEM_ROW), *overrides])
+        load_config(job, [*templated(job, shape, name, SYSTEM_ROW), *overrides])
 
 
 def test_a_tokenizer_of_an_older_kind_is_told_how_to_become_one(job: Path, shape: str) -> None:
     model = model_of(job, shape, None, None)
     (model / "tokenizer.json").rename(model / "tokenizer.model")
     with pytest.raises(ConfigError, match=r"makes one of tokenizer\.model.*save_pretrained"):
-        load(job, [f"model.path={model}", "model.tokenizer=''"])
+        load_config(job, [f"model.path={model}", "model.tokenizer=''"])

@@ -15,39 +15,43 @@ import pytest
 
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import PeerLost, StateUnavailable, StorageFull
-from meshrl.common.base.files import lines
+from meshrl.common.base.files import json_lines
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.ends.failure import Failure
-from meshrl.common.mesh.process.supervision.ended import Reports
-from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec
+from meshrl.common.mesh.process.diagnosis.failure import Failure
+from meshrl.common.mesh.process.supervision.exit_reports import ExitReportSender
+from meshrl.common.mesh.process.supervision.supervisor import ChildExit, ChildSpec
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.common.state import jobs
-from meshrl.common.state.server.rollback import JobMark, RollbackMark
-from meshrl.directory.places import MeshPlace, running_launcher
-from meshrl.launch.ending import STOP_S, end
-from meshrl.launch.head.admitting import Absences
-from meshrl.launch.redis.recorded import RunRecord, recorded
-from meshrl.launch.services.absolving import PATIENCE_S, PROGRESS_S, absolved
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
+from meshrl.launch.head.host_admission import AbsenceTracker
+from meshrl.launch.redis.run_watermark import RunRecordReader, read_run_watermark
+from meshrl.launch.services.restart_policy import (
+    PROGRESS_WINDOW_S,
+    RECOVERY_TIMEOUT_S,
+    should_reset_budget,
+)
+from meshrl.launch.shutdown import STOP_TIMEOUT_S, stop_root_process
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.unit.node.test_failing_roles import DOCUMENT
 
 SPEC = ChildSpec("rollout/job/0", [])
-ODD = ChildEnd(1, "exit status 1", Failure.of(ValueError("odd")))
-LOST = ChildEnd(1, "exit status 1", Failure.of(PeerLost("gone")))
-Ask = Callable[[ChildEnd], Awaitable[bool]]
+ODD = ChildExit(1, "exit status 1", Failure.from_error(ValueError("odd")))
+LOST = ChildExit(1, "exit status 1", Failure.from_error(PeerLost("gone")))
+Ask = Callable[[ChildExit], Awaitable[bool]]
 
 
 def with_mesh(look: Callable[[Mesh, Clock, Ask], Awaitable[None]]) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         mesh = alone("launcher", clock, random, SimulatedHost(clock, random))
-        reports = Reports(mesh.state, clock)
+        reports = ExitReportSender(mesh.state, clock)
 
-        async def ask(end: ChildEnd, full: str = "") -> bool:
-            return await absolved(mesh.state, reports, SPEC, end, full)
+        async def ask(end: ChildExit, full: str = "") -> bool:
+            return await should_reset_budget(mesh.state, reports, SPEC, end, full)
 
         await look(mesh, clock, ask)
 
@@ -59,7 +63,7 @@ def test_a_mesh_whose_jobs_do_not_come_further_is_given_up(tmp_path: Path) -> No
         assert not await ask(ODD), "there is no job"
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
         assert await ask(ODD)
-        await clock.sleep(PROGRESS_S + 1.0)
+        await clock.sleep(PROGRESS_WINDOW_S + 1.0)
         assert not await ask(ODD)
 
     with_mesh(look)
@@ -67,10 +71,12 @@ def test_a_mesh_whose_jobs_do_not_come_further_is_given_up(tmp_path: Path) -> No
 
 def test_a_lost_peer_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
-        assert await ask(replace(LOST, lasting_s=PATIENCE_S - 1.0))
-        assert not await ask(replace(LOST, lasting_s=PATIENCE_S + 1.0))
+        assert await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S - 1.0))
+        assert not await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0))
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
-        assert await ask(replace(LOST, lasting_s=PATIENCE_S + 1.0)), "a job came further"
+        assert await ask(replace(LOST, repeating_for_s=RECOVERY_TIMEOUT_S + 1.0)), (
+            "a job came further"
+        )
 
     with_mesh(look)
 
@@ -78,7 +84,12 @@ def test_a_lost_peer_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
 def test_an_outage_is_waited_out() -> None:
     async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
         for error in (StorageFull("full"), StateUnavailable("away")):
-            end = ChildEnd(1, "exit status 1", Failure.of(error), lasting_s=10 * PATIENCE_S)
+            end = ChildExit(
+                1,
+                "exit status 1",
+                Failure.from_error(error),
+                repeating_for_s=10 * RECOVERY_TIMEOUT_S,
+            )
             assert await ask(end)
 
     with_mesh(look)
@@ -87,44 +98,46 @@ def test_an_outage_is_waited_out() -> None:
 def test_a_job_whose_errors_spend_the_budget_fails_and_the_mesh_goes_on(tmp_path: Path) -> None:
     async def look(mesh: Mesh, clock: Clock, ask: Ask) -> None:
         await jobs.submit(mesh.state, "calc", DOCUMENT, str(tmp_path), "submit")
-        await clock.sleep(PROGRESS_S + 1.0)
-        assert await ask(ChildEnd(1, "exit status 1", Failure.of(ValueError("odd"), job="calc")))
-        row = await jobs.job(mesh.state, "calc")
+        await clock.sleep(PROGRESS_WINDOW_S + 1.0)
+        assert await ask(
+            ChildExit(1, "exit status 1", Failure.from_error(ValueError("odd"), job="calc"))
+        )
+        row = await jobs.read_job(mesh.state, "calc")
         assert row.phase == "failed" and "rollout/job/0 ended by ValueError: odd" in row.error
 
     with_mesh(look)
 
 
 def test_a_host_is_away_for_long_when_no_look_in_between_has_found_it() -> None:
-    absences = Absences(10.0)
-    assert absences.look(["a", "b"], ["a"], 100.0) == {}
-    assert absences.look(["a", "b"], [], 105.0) == {}
-    assert absences.look(["a", "b"], ["b"], 109.0) == {}, "it is back"
-    assert absences.look(["a", "b"], [], 116.0) == {"a": 11.0}
-    assert absences.look(["b"], [], 126.5) == {"b": 10.5}, (
+    absences = AbsenceTracker(10.0)
+    assert absences.find_absent(["a", "b"], ["a"], 100.0) == {}
+    assert absences.find_absent(["a", "b"], [], 105.0) == {}
+    assert absences.find_absent(["a", "b"], ["b"], 109.0) == {}, "it is back"
+    assert absences.find_absent(["a", "b"], [], 116.0) == {"a": 11.0}
+    assert absences.find_absent(["b"], [], 126.5) == {"b": 10.5}, (
         "one that is let out is looked at no more"
     )
 
 
 def test_while_nobody_can_be_found_nobody_is_away() -> None:
-    absences = Absences(10.0)
-    absences.look(["a"], [], 100.0)
-    absences.begin_anew()
-    assert absences.look(["a"], [], 200.0) == {}
-    assert absences.look(["a"], [], 211.0) == {"a": 11.0}
+    absences = AbsenceTracker(10.0)
+    absences.find_absent(["a"], [], 100.0)
+    absences.reset()
+    assert absences.find_absent(["a"], [], 200.0) == {}
+    assert absences.find_absent(["a"], [], 211.0) == {"a": 11.0}
 
 
 WITHIN_S = 30.0
 HOLDS = """
 import signal, sys, time
 from pathlib import Path
-from meshrl.launch.holding import Hold
-from meshrl.directory.places import MeshPlace
-place = MeshPlace(Path(sys.argv[1]))
+from meshrl.launch.directory_lock import DirectoryLock
+from meshrl.directory.directory_paths import MeshPaths
+place = MeshPaths(Path(sys.argv[1]))
 def told(*_):
-    (place.root / "asked").write_text(str(place.leaving.exists()))
+    (place.root / "asked").write_text(str(place.leave_marker.exists()))
 signal.signal(signal.SIGTERM, told)
-Hold(place, end_s=float(sys.argv[2])).take()
+DirectoryLock(place, stop_timeout_s=float(sys.argv[2])).acquire()
 while not (place.root / "asked").exists() or sys.argv[3] == "stays":
     time.sleep(0.02)
 """
@@ -132,7 +145,7 @@ while not (place.root / "asked").exists() or sys.argv[3] == "stays":
 
 @pytest.mark.parametrize(("ends", "leaves"), [("stays", False), ("ends", True)])
 def test_it_is_killed_when_its_own_time_is_over(tmp_path: Path, ends: str, leaves: bool) -> None:
-    place = MeshPlace(tmp_path)
+    place = MeshPaths(tmp_path)
     place.directory.mkdir(mode=0o700)
     MeshSettings(redis_url="redis://127.0.0.1:1/0", run_root=str(tmp_path)).to_file(place.settings)
     end_s = 1.0 if ends == "stays" else 600.0
@@ -140,12 +153,12 @@ def test_it_is_killed_when_its_own_time_is_over(tmp_path: Path, ends: str, leave
     holder = subprocess.Popen(words)
     try:
         until = time.monotonic() + scaled(WITHIN_S)
-        while running_launcher(place) != holder.pid:
+        while find_root_pid(place) != holder.pid:
             assert holder.poll() is None and time.monotonic() < until
             time.sleep(0.02)
         began = time.monotonic()
-        assert end(place, leaves=leaves) == (holder.pid, [])
-        assert time.monotonic() - began < STOP_S
+        assert stop_root_process(place, leave_mesh=leaves) == (holder.pid, [])
+        assert time.monotonic() - began < STOP_TIMEOUT_S
         assert holder.wait(scaled(WITHIN_S)) == (0 if ends == "ends" else -9)
         assert (tmp_path / "asked").read_text() == str(leaves)
     finally:
@@ -159,41 +172,48 @@ def line(number: int, kind: str, **fields: Any) -> str:
 
 
 def test_a_record_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
-    record, file = RunRecord(tmp_path, "j"), tmp_path / "events.jsonl"
-    assert record.look() == RollbackMark() and recorded(tmp_path, "j") == RollbackMark()
+    record, file = RunRecordReader(tmp_path, "j"), tmp_path / "events.jsonl"
+    assert (
+        record.read_watermark() == StateWatermark()
+        and read_run_watermark(tmp_path, "j") == StateWatermark()
+    )
     begun = line(1, "registered", job="", token=7) + line(2, "opened", groups=[3, 4])
     file.write_text(begun + line(3, "step", lineage=1, version=2)[:-9])
     run_dir = str(tmp_path)
-    assert record.look() == RollbackMark("2-0", 7, {"j": JobMark(next_group=5, run_dir=run_dir)})
+    assert record.read_watermark() == StateWatermark(
+        "2-0", 7, {"j": JobWatermark(next_group=5, run_dir=run_dir)}
+    )
     file.write_text(begun + line(3, "step", lineage=1, version=2) + "no line\n")
-    now = RollbackMark("3-0", 7, {"j": JobMark(1, 2, 5, run_dir)})
-    assert record.look() == recorded(tmp_path, "j") == now
+    now = StateWatermark("3-0", 7, {"j": JobWatermark(1, 2, 5, run_dir)})
+    assert record.read_watermark() == read_run_watermark(tmp_path, "j") == now
     with file.open("a") as more:
         more.write(line(4, "opened", job="another", groups=[99]) + line(5, "phase", phase="failed"))
-    assert record.look() == RollbackMark("5-0", 7, {"j": JobMark(1, 2, 5, run_dir, "failed")})
+    assert record.read_watermark() == StateWatermark(
+        "5-0", 7, {"j": JobWatermark(1, 2, 5, run_dir, "failed")}
+    )
     file.write_text(begun)  # made again, from what there was
-    assert record.look().event == "5-0"
+    assert record.read_watermark().event == "5-0"
 
 
 def test_a_line_that_is_not_what_was_written_tells_nothing(tmp_path: Path) -> None:
     events = [line(1, "step", lineage=0, version=2), line(2, "step", lineage=0, version=3)]
     events += [line(3, "opened", groups=[4]), line(4, "note")]
-    written = [lines.line(json.loads(event), n) for n, event in enumerate(events)]
+    written = [json_lines.encode_row(json.loads(event), n) for n, event in enumerate(events)]
     written[1] = written[1].replace(b'"version": 3', b'"version": 7')
     written[2] = written[2].replace(b"groups", b"grouqs")
     (tmp_path / "events.jsonl").write_bytes(b"".join(written))
-    assert recorded(tmp_path, "j") == RollbackMark(
-        "4-0", 0, {"j": JobMark(0, 2, run_dir=str(tmp_path))}
+    assert read_run_watermark(tmp_path, "j") == StateWatermark(
+        "4-0", 0, {"j": JobWatermark(0, 2, run_dir=str(tmp_path))}
     )
 
 
 def test_a_line_by_hand_that_lacks_something_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(line(1, "registered") + line(2, "note"))
-    assert recorded(tmp_path, "j").event == "2-0"
+    assert read_run_watermark(tmp_path, "j").event == "2-0"
 
 
 def test_a_checkpoint_tells_the_version_before_its_own(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step-002-000006-abcd.json").write_text("{}")
-    found = recorded(tmp_path, "j").jobs["j"]
+    found = read_run_watermark(tmp_path, "j").jobs["j"]
     assert (found.lineage, found.version) == (2, 5)

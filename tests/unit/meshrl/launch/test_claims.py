@@ -14,9 +14,9 @@ import pytest
 from meshrl.common.base.errors import Refused, StorageFull
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import JobConfig
-from meshrl.directory.claims import claimed, writing
-from meshrl.directory.ownership import made_private
-from meshrl.directory.places import MeshPlace, find_mesh, home, point_to
+from meshrl.directory.directory_paths import MeshPaths, find_mesh, find_mesh_home, set_current_mesh
+from meshrl.directory.file_ownership import create_private_directory
+from meshrl.directory.run_claims import claim_run_directory, translate_write_errors
 from tests.load import scaled
 
 MINE = JobConfig(name="sum", out="mine")
@@ -39,9 +39,9 @@ def make_run(directory: Path, **about: str) -> Path:
 
 
 def replace_mine(config: JobConfig = MINE) -> None:
-    with claimed(config, True) as claim:
-        claim.keep()
-        claim.replace()
+    with claim_run_directory(config, True) as claim:
+        claim.commit()
+        claim.delete_replaced_run()
 
 
 def everything(directory: Path) -> list[str]:
@@ -49,7 +49,7 @@ def everything(directory: Path) -> list[str]:
 
 
 def test_a_start_that_fails_leaves_no_directory(here: Path) -> None:
-    with pytest.raises(KeyError), claimed(JobConfig(name="sum"), False) as claim:
+    with pytest.raises(KeyError), claim_run_directory(JobConfig(name="sum"), False) as claim:
         (claim.directory / "bundle").mkdir()
         raise KeyError
     assert everything(here) == []
@@ -58,7 +58,7 @@ def test_a_start_that_fails_leaves_no_directory(here: Path) -> None:
 def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(here: Path) -> None:
     make_run(here / "mine")
     before = everything(here)
-    with pytest.raises(KeyError), claimed(MINE, True) as claim:
+    with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
         assert not (claim.directory / "weights").exists()
         (claim.directory / "job.json").write_text("{}")
         raise KeyError
@@ -68,10 +68,10 @@ def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(here: Path) ->
 
 def test_a_start_that_succeeds_replaces_it(here: Path) -> None:
     make_run(here / "mine")
-    with claimed(MINE, True) as claim:
+    with claim_run_directory(MINE, True) as claim:
         assert claim.directory == here / "mine"
-        claim.keep()
-        claim.replace()
+        claim.commit()
+        claim.delete_replaced_run()
     assert everything(here) == ["mine"]
 
 
@@ -79,8 +79,8 @@ def test_a_run_whose_successor_does_not_come_up_stays_whole_and_is_told(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(here / "mine")
-    with pytest.raises(KeyError), claimed(MINE, True) as claim:
-        claim.keep()  # Redis has the new job; then a service does not start
+    with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
+        claim.commit()  # Redis has the new job; then a service does not start
         raise KeyError
     (aside,) = here.glob(".mine.replaced-*")
     assert (aside / "weights").read_text() == "precious"
@@ -93,7 +93,7 @@ def test_what_a_failed_start_has_linked_is_taken_back_and_what_it_leads_to_is_no
     make_run(here / "mine")
     (here / "store").mkdir()
     (here / "store/chunk").write_text("precious")
-    with pytest.raises(KeyError), claimed(MINE, True) as claim:
+    with pytest.raises(KeyError), claim_run_directory(MINE, True) as claim:
         (claim.directory / "store").symlink_to(here / "store")
         raise KeyError
     assert (here / "mine/weights").read_text() == "precious"
@@ -102,7 +102,7 @@ def test_what_a_failed_start_has_linked_is_taken_back_and_what_it_leads_to_is_no
 
 def test_an_empty_directory_of_the_users_stays_one(here: Path) -> None:
     (here / "mine").mkdir()
-    with pytest.raises(KeyError), claimed(MINE, False) as claim:
+    with pytest.raises(KeyError), claim_run_directory(MINE, False) as claim:
         (claim.directory / "bundle").mkdir()
         (claim.directory / "job.json").write_text("{}")
         raise KeyError
@@ -122,7 +122,7 @@ def test_force_deletes_nothing_that_is_no_run(here: Path, content: str | None) -
 
 
 def test_force_refuses_a_run_whose_mesh_runs(here: Path) -> None:
-    place = MeshPlace(make_run(here / "mine"))
+    place = MeshPaths(make_run(here / "mine"))
     with place.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(Refused, match="goes on"):
@@ -149,7 +149,7 @@ def test_force_refuses_a_submitted_run_that_waits_for_its_mesh(here: Path) -> No
 
 
 def test_force_refuses_a_submitted_run_whose_live_mesh_does_not_answer(here: Path) -> None:
-    mesh = MeshPlace(here / ".meshrl")
+    mesh = MeshPaths(here / ".meshrl")
     mesh.directory.mkdir(parents=True)
     MeshSettings("redis://127.0.0.1:1", str(mesh.root)).to_file(mesh.settings)
     make_run(here / "mine", mesh=str(mesh.root))
@@ -187,13 +187,13 @@ def test_a_directory_that_cannot_be_made_is_one_line_that_names_it(here: Path) -
 
 def test_a_full_disk_is_one_line_that_names_the_directory(here: Path) -> None:
     full = pytest.raises(StorageFull, match=r"mine cannot be written: .*No space left")
-    with full, writing(here / "mine"):
+    with full, translate_write_errors(here / "mine"):
         Path("/dev/full").write_bytes(b"x" * 100_000)
 
 
 def test_two_runs_that_start_at_once_get_a_directory_each(here: Path) -> None:
     config = JobConfig(name="sum")
-    with claimed(config, False) as first, claimed(config, False) as second:
+    with claim_run_directory(config, False) as first, claim_run_directory(config, False) as second:
         assert (first.directory, second.directory) == (here / "runs/sum", here / "runs/sum-2")
 
 
@@ -205,22 +205,22 @@ def test_what_lies_open_is_closed(tmp_path: Path) -> None:
     directory = tmp_path / "mesh"
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)
-    made_private(directory)
+    create_private_directory(directory)
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_where_anybody_may_put_another_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(Refused, match="anybody may replace mesh") as refused:
-        made_private(tmp_path / "mesh")
+        create_private_directory(tmp_path / "mesh")
     assert "chmod o-w" in refused.value.fix
     tmp_path.chmod(0o1777)  # as /tmp: who does not own a name cannot move it
-    made_private(tmp_path / "mesh")
+    create_private_directory(tmp_path / "mesh")
 
 
 @AS_ROOT
 def test_what_another_user_has_put_there_is_not_used(tmp_path: Path) -> None:
-    place = MeshPlace(tmp_path / "run")
+    place = MeshPaths(tmp_path / "run")
     place.directory.mkdir(parents=True)
     MeshSettings("unix:///tmp/trap.sock", str(place.root)).to_file(place.settings)
     assert find_mesh(place.root).root == place.root
@@ -229,7 +229,7 @@ def test_what_another_user_has_put_there_is_not_used(tmp_path: Path) -> None:
         find_mesh(place.root)
     os.chown(place.directory, NOBODY, NOBODY)
     with pytest.raises(Refused, match=f"belongs to user {NOBODY}"):
-        made_private(place.directory)
+        create_private_directory(place.directory)
 
 
 @AS_ROOT
@@ -237,8 +237,8 @@ def test_a_pointer_of_another_user_leads_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_HOME", str(tmp_path / ".meshrl"))
-    point_to(MeshPlace(tmp_path))
-    os.chown(home() / "current.json", NOBODY, NOBODY)
+    set_current_mesh(MeshPaths(tmp_path))
+    os.chown(find_mesh_home() / "current.json", NOBODY, NOBODY)
     with pytest.raises(Refused, match=r"current\.json belongs to user"):
         find_mesh(None)
 

@@ -26,15 +26,23 @@ from meshrl.common.base.errors import (
     StateUnavailable,
     StorageFull,
 )
-from meshrl.common.base.host.ports import Taken
-from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.base.host.listen_addresses import AddressInUse
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.checks import addresses
-from meshrl.launch.foreground import AGAIN, ENDED, NEVER, begun, ended, ended_with, status_of
-from meshrl.launch.holding import DirectoryHeld, Hold
-from meshrl.launch.redis.access.network import Network
+from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.checks import address_checks
+from meshrl.launch.directory_lock import DirectoryLock, DirectoryLocked
+from meshrl.launch.foreground import (
+    EXIT_FATAL,
+    EXIT_OK,
+    EXIT_RETRY,
+    choose_exit_status,
+    report_error_after_stop,
+    run_foreground,
+    start_unless_stopped,
+)
+from meshrl.launch.redis.access.redis_network import RedisNetwork
 from tests.load import scaled
 
 WITHIN_S = 30.0
@@ -42,56 +50,58 @@ WITHIN_S = 30.0
 
 @pytest.mark.parametrize("kind", [ConfigError, NotAllowed, NotFound, Refused])
 def test_a_mistake_is_not_to_be_tried_again(kind: type[MeshError]) -> None:
-    assert status_of(kind("no")) == NEVER
+    assert choose_exit_status(kind("no")) == EXIT_FATAL
 
 
 @pytest.mark.parametrize(
-    "kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, DirectoryHeld]
+    "kind", [DeadlineExceeded, PeerLost, StateUnavailable, StorageFull, DirectoryLocked]
 )
 def test_what_may_be_otherwise_soon_is(kind: type[MeshError]) -> None:
-    assert status_of(kind("not now")) == AGAIN
+    assert choose_exit_status(kind("not now")) == EXIT_RETRY
 
 
 def test_ports_that_are_taken_may_be_free_soon_and_too_few_never_are() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            addresses.room(f"tcp://127.0.0.1:{port}-{port}", 1)
-        assert status_of(caught.value) == AGAIN
+            address_checks.require_free_ports(f"tcp://127.0.0.1:{port}-{port}", 1)
+        assert choose_exit_status(caught.value) == EXIT_RETRY
     with pytest.raises(ConfigError) as caught:
-        addresses.room(f"tcp://127.0.0.1:{port}-{port}", 12)
-    assert status_of(caught.value) == NEVER
+        address_checks.require_free_ports(f"tcp://127.0.0.1:{port}-{port}", 12)
+    assert choose_exit_status(caught.value) == EXIT_FATAL
     with pytest.raises(ConfigError) as caught:
-        addresses.reachable("no-such-host.invalid")
-    assert status_of(caught.value) == AGAIN
+        address_checks.resolve_listen_endpoint("no-such-host.invalid")
+    assert choose_exit_status(caught.value) == EXIT_RETRY
 
 
 def test_an_error_is_told_and_is_the_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = Hold(MeshPlace(tmp_path)), Hold(MeshPlace(tmp_path))
-    first.take()
+    first, second = DirectoryLock(MeshPaths(tmp_path)), DirectoryLock(MeshPaths(tmp_path))
+    first.acquire()
 
     def taking() -> int:
-        second.take()
-        return ENDED
+        second.acquire()
+        return EXIT_OK
 
-    assert ended(taking) == AGAIN
+    assert run_foreground(taking) == EXIT_RETRY
     assert "error: a mesh runs in" in capsys.readouterr().err
-    first.give_back()
-    assert ended(taking) == ENDED
-    second.give_back()
+    first.release()
+    assert run_foreground(taking) == EXIT_OK
+    second.release()
 
 
-@pytest.mark.parametrize(("number", "status"), [(errno.EROFS, NEVER), (errno.ENOSPC, AGAIN)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(errno.EROFS, EXIT_FATAL), (errno.ENOSPC, EXIT_RETRY)]
+)
 def test_a_root_that_cannot_be_written_to_is_a_mistake(
     number: int, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def writes() -> int:
         raise OSError(number, os.strerror(number), "/root")
 
-    assert ended(writes) == status
-    assert ("--root" in capsys.readouterr().err) == (status == NEVER)
+    assert run_foreground(writes) == status
+    assert ("--root" in capsys.readouterr().err) == (status == EXIT_FATAL)
 
 
 async def test_a_start_is_cancelled_when_it_is_told_to_end() -> None:
@@ -104,14 +114,14 @@ async def test_a_start_is_cancelled_when_it_is_told_to_end() -> None:
         finally:
             undone.append(True)
 
-    assert not await begun(start(), stop) and undone
-    assert await begun(asyncio.sleep(0), asyncio.Event())
+    assert not await start_unless_stopped(start(), stop) and undone
+    assert await start_unless_stopped(asyncio.sleep(0), asyncio.Event())
 
     async def fails() -> None:
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        await begun(fails(), asyncio.Event())
+        await start_unless_stopped(fails(), asyncio.Event())
 
 
 async def test_told_to_end_it_has_ended_whatever_goes_wrong_then(
@@ -126,11 +136,11 @@ async def test_told_to_end_it_has_ended_whatever_goes_wrong_then(
         finally:
             raise NotFound("the nursery is gone")
 
-    assert not await begun(start(), stop)
+    assert not await start_unless_stopped(start(), stop)
     assert "the nursery is gone" in capsys.readouterr().err
-    assert ended_with(Refused("no"), stop) == ENDED
+    assert report_error_after_stop(Refused("no"), stop) == EXIT_OK
     with pytest.raises(Refused):
-        ended_with(Refused("no"), asyncio.Event())
+        report_error_after_stop(Refused("no"), asyncio.Event())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -147,11 +157,11 @@ def test_told_to_end_before_anything_has_started_it_ends_in_order(number: signal
                 await asyncio.sleep(WITHIN_S)
 
             asyncio.run(asks())
-            return NEVER
+            return EXIT_FATAL
 
         with pytest.raises(SystemExit) as caught:
-            ended(asking)
-        assert caught.value.code == ENDED
+            run_foreground(asking)
+        assert caught.value.code == EXIT_OK
         assert signal.getsignal(number) is unheard
     finally:
         signal.signal(number, before)
@@ -163,18 +173,18 @@ def test_every_port_that_is_taken_may_be_free_soon(what: str, tmp_path: Path) ->
         if what == "metrics":
             MetricsEndpoint(f"127.0.0.1:{port}", "", SystemHost(), {})
         else:
-            Network(AdmittedHost("head-000001", {}, 0.0), f"127.0.0.1:{port}").listening(
+            RedisNetwork(AdmittedHost("head-000001", {}, 0.0), f"127.0.0.1:{port}").make_listener(
                 tmp_path, None
             )
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(Taken) as caught:
+        with pytest.raises(AddressInUse) as caught:
             listens()
-    assert status_of(caught.value) == AGAIN
+    assert choose_exit_status(caught.value) == EXIT_RETRY
     with pytest.raises(ConfigError) as elsewhere:
-        addresses.serves("192.0.2.1:7000-7001", 1)  # of no host: RFC 5737
-    assert status_of(elsewhere.value) == NEVER
+        address_checks.require_metrics_ports("192.0.2.1:7000-7001", 1)  # of no host: RFC 5737
+    assert choose_exit_status(elsewhere.value) == EXIT_FATAL
 
 
 ROOT = Path(__file__).parents[4]

@@ -14,24 +14,28 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, NotFound, Refused, StateUnavailable
-from meshrl.common.base.host.settings import MESH_ENV, MeshSettings, mark_of
+from meshrl.common.base.host.settings import MESH_TAG_ENV, MeshSettings, compute_mesh_tag
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.state.pool.placing.taking import ALL, taken, written
+from meshrl.common.state.pool.scheduling.host_services import (
+    ALL_SERVICES,
+    format_services,
+    parse_services,
+)
 from meshrl.common.state.pool.workers.settings import PoolSettings
-from meshrl.directory import places
-from meshrl.directory.places import MeshPlace, read_if_whole, write_json
-from meshrl.launch import leftovers
-from meshrl.launch.ending import STOP_S
-from meshrl.launch.foreground import AGAIN, status_of
-from meshrl.launch.head.shape import POOL, pool_of
-from meshrl.launch.hosts.hosting import Hosting, HostShape
-from meshrl.launch.roles import HostRole, role
-from meshrl.launch.services.plan import agent
-from meshrl.launch.services.services import Services
-from meshrl.launch.up_down import MeshFile, read
-from meshrl.services.node.__main__ import parser
-from meshrl.sim.redis.state import simulated_state
+from meshrl.directory import directory_paths
+from meshrl.directory.directory_paths import MeshPaths, read_json_or_empty, write_json
+from meshrl.launch import leftover_processes
+from meshrl.launch.foreground import EXIT_RETRY, choose_exit_status
+from meshrl.launch.head.mesh_shape import POOL_FILE, read_pool_settings
+from meshrl.launch.host_capacity import HostCapacity, parse_host_capacity
+from meshrl.launch.hosts.host_launcher import HostLauncher, HostShape
+from meshrl.launch.services.service_plan import make_agent
+from meshrl.launch.services.service_supervisor import HostServices
+from meshrl.launch.shutdown import STOP_TIMEOUT_S
+from meshrl.launch.up_down import MeshFile, read_mesh_file
+from meshrl.services.node.__main__ import build_parser
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import binary_of, running_server
 from tests.load import scaled
 
@@ -53,15 +57,17 @@ class Hurried(SystemClock):
         await asyncio.sleep(0)
 
 
-def hosting_in(root: Path, url: str = "redis://127.0.0.1:1/0", drain_s: float = 0.0) -> Hosting:
-    place = MeshPlace(root)
+def hosting_in(
+    root: Path, url: str = "redis://127.0.0.1:1/0", drain_s: float = 0.0
+) -> HostLauncher:
+    place = MeshPaths(root)
     place.directory.mkdir(mode=0o700)
     settings = MeshSettings(
         redis_url=url, run_root=str(root), host="gpu1-aa", secret="5e" * 32, joinable=True
     )
     settings.to_file(place.settings)
     HostShape().write(place)
-    return Hosting(place, drain_s)
+    return HostLauncher(place, drain_s)
 
 
 async def test_a_redis_that_knows_it_no_more_alone_expels_no_host(
@@ -69,12 +75,12 @@ async def test_a_redis_that_knows_it_no_more_alone_expels_no_host(
 ) -> None:
     hosting = hosting_in(tmp_path)
     hosting.clock = clock = Hurried()
-    hosting.state = simulated_state(SystemClock())
-    watching = asyncio.create_task(hosting._watch())
+    hosting.state = open_simulated_state(SystemClock())
+    watching = asyncio.create_task(hosting._watch_membership())
     async with asyncio.timeout(scaled(WITHIN_S)):
         while clock.passed_s < LONG_S and not watching.done():
             await asyncio.sleep(0)
-    assert not watching.done() and not hosting.failed.is_set() and not hosting.expelled
+    assert not watching.done() and not hosting.failed.is_set() and not hosting.is_expelled
     assert capsys.readouterr().out.count("Redis does not let gpu1-aa in") == 1
     watching.cancel()
 
@@ -86,21 +92,21 @@ async def test_a_start_that_redis_refuses_may_be_tried_again(tmp_path: Path) -> 
         hosting.clock = Hurried(times=20.0)
         async with asyncio.timeout(scaled(WITHIN_S)):
             with pytest.raises(StateUnavailable, match="cannot be reached") as caught:
-                await hosting._reached()
-    assert status_of(caught.value) == AGAIN
+                await hosting._connect_to_redis()
+    assert choose_exit_status(caught.value) == EXIT_RETRY
 
 
 def test_it_tells_how_long_its_end_may_take_and_leaves_when_it_was_asked_to(tmp_path: Path) -> None:
     hosting = hosting_in(tmp_path, drain_s=300.0)
-    hosting.place.leaving.touch()
-    hosting._hold.take()
+    hosting.mesh_paths.leave_marker.touch()
+    hosting._directory_lock.acquire()
     try:
-        assert not hosting.leaves, "that was asked of the one before"
-        assert read_if_whole(hosting.place.launcher)["end_s"] == 300.0 + STOP_S
-        hosting.place.leaving.touch()
-        assert hosting.leaves
+        assert not hosting.leaves_on_stop, "that was asked of the one before"
+        assert read_json_or_empty(hosting.mesh_paths.launcher)["end_s"] == 300.0 + STOP_TIMEOUT_S
+        hosting.mesh_paths.leave_marker.touch()
+        assert hosting.leaves_on_stop
     finally:
-        hosting._hold.give_back()
+        hosting._directory_lock.release()
 
 
 @pytest.fixture
@@ -117,29 +123,29 @@ def make_run(directory: Path) -> None:
 
 def test_runs_of_one_name_are_numbered(here: Path) -> None:
     config = JobConfig(name="sum")
-    assert places.run_directory(config, False) == here / "runs/sum"
+    assert directory_paths.choose_run_directory(config, False) == here / "runs/sum"
     make_run(here / "runs/sum")
-    assert places.run_directory(config, False) == here / "runs/sum-2"
+    assert directory_paths.choose_run_directory(config, False) == here / "runs/sum-2"
     make_run(here / "runs/sum-2")
-    assert places.run_directory(config, False) == here / "runs/sum-3"
+    assert directory_paths.choose_run_directory(config, False) == here / "runs/sum-3"
 
 
 def test_a_run_in_the_directory_that_was_asked_for_is_refused(here: Path) -> None:
     make_run(here / "mine")
     with pytest.raises(Refused, match="meshrl resume mine"):
-        places.run_directory(JobConfig(out="mine"), False)
+        directory_paths.choose_run_directory(JobConfig(out="mine"), False)
 
 
 def test_the_mesh_started_last_is_meant_unless_one_is_named(here: Path) -> None:
     with pytest.raises(NotFound, match="meshrl up"):
-        places.find_mesh(None)
-    first, second = MeshPlace(here / "a"), MeshPlace(here / "b")
+        directory_paths.find_mesh(None)
+    first, second = MeshPaths(here / "a"), MeshPaths(here / "b")
     for place in (first, second):
-        places.write_json(place.settings, {"redis_url": "redis://nowhere"})
-        places.point_to(place)
-    assert places.find_mesh(None).root == here / "b"
+        directory_paths.write_json(place.settings, {"redis_url": "redis://nowhere"})
+        directory_paths.set_current_mesh(place)
+    assert directory_paths.find_mesh(None).root == here / "b"
     for named in (here / "a", here / "a/mesh", here / "a/mesh/settings.json"):
-        assert places.find_mesh(named).root == here / "a"
+        assert directory_paths.find_mesh(named).root == here / "a"
 
 
 @pytest.fixture
@@ -148,7 +154,7 @@ def lingering(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = "import time; print(flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", program],
-        env={**os.environ, MESH_ENV: mark_of(tmp_path / "settings.json")},
+        env={**os.environ, MESH_TAG_ENV: compute_mesh_tag(tmp_path / "settings.json")},
         start_new_session=True,
         stdout=subprocess.PIPE,
     ) as child:
@@ -162,9 +168,9 @@ async def test_what_a_mesh_left_behind_is_found_and_ended(
     tmp_path: Path, lingering: subprocess.Popen[bytes]
 ) -> None:
     settings = tmp_path / "settings.json"
-    assert leftovers.belonging_to(tmp_path / "other.json") == []
-    assert await leftovers.end_all(settings, 10.0) == [lingering.pid]
-    assert leftovers.belonging_to(settings) == []
+    assert leftover_processes.find_leftovers(tmp_path / "other.json") == []
+    assert await leftover_processes.kill_leftovers(settings, 10.0) == [lingering.pid]
+    assert leftover_processes.find_leftovers(settings) == []
 
 
 @pytest.fixture
@@ -174,7 +180,7 @@ def file(tmp_path: Path) -> Path:
 
 def test_what_it_does_not_say_is_by_default(file: Path) -> None:
     file.write_text("[pool]\nkeep_days = 2.5\nturns = false\n")
-    assert read(file) == MeshFile(PoolSettings(keep_days=2.5, turns=False))
+    assert read_mesh_file(file) == MeshFile(PoolSettings(keep_days=2.5, turns=False))
 
 
 @pytest.mark.parametrize(
@@ -194,30 +200,30 @@ def test_what_it_does_not_say_is_by_default(file: Path) -> None:
 def test_mistakes_are_told_with_their_line(file: Path, written: str, says: str) -> None:
     file.write_text(written)
     with pytest.raises(ConfigError) as told:
-        read(file)
+        read_mesh_file(file)
     assert says in str(told.value)
 
 
 def test_a_file_that_is_not_there_is_named(file: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the file of the mesh .*: No such"):
-        read(file)
+        read_mesh_file(file)
 
 
 def test_a_mesh_that_starts_again_has_the_settings_that_it_had(tmp_path: Path) -> None:
-    place, told = MeshPlace(tmp_path), PoolSettings(keep_days=2.5)
-    assert pool_of(place) == PoolSettings()
+    place, told = MeshPaths(tmp_path), PoolSettings(keep_days=2.5)
+    assert read_pool_settings(place) == PoolSettings()
     place.directory.mkdir()
-    write_json(place.directory / POOL, asdict(told))
-    assert pool_of(place) == told
-    (place.directory / POOL).write_text('{"keep_days": 2')
+    write_json(place.directory / POOL_FILE, asdict(told))
+    assert read_pool_settings(place) == told
+    (place.directory / POOL_FILE).write_text('{"keep_days": 2')
     with pytest.raises(ConfigError, match="damaged"):
-        pool_of(place)
+        read_pool_settings(place)
 
 
 async def test_an_error_that_ends_a_task_is_why_a_host_cannot_go_on(tmp_path: Path) -> None:
-    services = Services(SystemHost(), SystemClock(), MeshPlace(tmp_path))
+    services = HostServices(SystemHost(), SystemClock(), MeshPaths(tmp_path))
     endless = asyncio.create_task(asyncio.Event().wait())
-    services.watch(endless, "wait")
+    services.watch_task(endless, "wait")
     endless.cancel()
     await asyncio.wait([endless])
     assert not services.failed.is_set(), "it was asked to end"
@@ -225,19 +231,23 @@ async def test_an_error_that_ends_a_task_is_why_a_host_cannot_go_on(tmp_path: Pa
     async def damaged() -> None:
         raise OSError("the disk is gone")
 
-    services.watch(asyncio.create_task(damaged()), "admit hosts")
+    services.watch_task(asyncio.create_task(damaged()), "admit hosts")
     async with asyncio.timeout(scaled(20.0)):
         await services.failed.wait()
-    assert services.why == "the task to admit hosts failed: OSError: the disk is gone"
+    assert services.failure_reason == "the task to admit hosts failed: OSError: the disk is gone"
 
 
 def test_a_host_gives_workers_and_takes_all_services_unless_it_says_otherwise() -> None:
-    assert role(0, "cpu", False, None, 3) == HostRole(3, "cpu", ("shards", "sandboxes"))
-    assert role(0, "cuda", False, "shards", 3) == HostRole(0, "cuda", ("shards",))
-    assert role(0, "cpu", True, "sandboxes,shards", 3) == HostRole(
+    assert parse_host_capacity(0, "cpu", False, None, 3) == HostCapacity(
+        3, "cpu", ("shards", "sandboxes")
+    )
+    assert parse_host_capacity(0, "cuda", False, "shards", 3) == HostCapacity(
+        0, "cuda", ("shards",)
+    )
+    assert parse_host_capacity(0, "cpu", True, "sandboxes,shards", 3) == HostCapacity(
         0, "cpu", ("shards", "sandboxes")
     )
-    assert role(1, "cpu", False, "none") == HostRole(1, "cpu", ())
+    assert parse_host_capacity(1, "cpu", False, "none") == HostCapacity(1, "cpu", ())
 
 
 @pytest.mark.parametrize(
@@ -255,10 +265,12 @@ def test_options_that_contradict_each_other_or_leave_nothing_to_give_are_refused
     given: tuple[int, str, bool, str | None, int], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        role(*given)
+        parse_host_capacity(*given)
 
 
-@pytest.mark.parametrize("takes", [(), ("shards",), ALL])
+@pytest.mark.parametrize("takes", [(), ("shards",), ALL_SERVICES])
 def test_an_agent_is_told_what_its_host_takes(takes: tuple[str, ...]) -> None:
-    told = agent("here", 0, "cpu", takes).argv[3:]
-    assert parser().parse_args(told).services == takes == taken(written(takes))
+    told = make_agent("here", 0, "cpu", takes).argv[3:]
+    assert (
+        build_parser().parse_args(told).services == takes == parse_services(format_services(takes))
+    )

@@ -11,31 +11,31 @@ from typing import Any
 
 import pytest
 
-from meshrl.commands.status import diagnosed
+from meshrl.commands.status import diagnose_run_stalls
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import Damaged, NotFound, Refused, StateUnavailable
-from meshrl.common.base.files import damage
-from meshrl.common.base.files.sealed import sealed
-from meshrl.common.base.host.settings import MESH_ENV, SETTINGS_ENV, mark_of
+from meshrl.common.base.errors import CorruptData, NotFound, Refused, StateUnavailable
+from meshrl.common.base.files import corruption
+from meshrl.common.base.files.sealed_documents import encode_sealed
+from meshrl.common.base.host.settings import MESH_TAG_ENV, SETTINGS_ENV, compute_mesh_tag
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.handle import start_time
-from meshrl.common.records.checkpoints import checkpoint_name
+from meshrl.common.mesh.process.child_handle import read_start_time
+from meshrl.common.records.checkpoints import format_checkpoint_name
 from meshrl.common.state import events, jobs, registry
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry
-from meshrl.common.state.server.rollback import JobMark, RollbackMark
-from meshrl.common.state.steps import IDS_APART
-from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch import leftovers
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
+from meshrl.common.state.steps import GROUP_ID_GAP
+from meshrl.directory.directory_paths import MeshPaths, write_json
+from meshrl.launch import leftover_processes
+from meshrl.launch.head.job_restore import restore_job
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.restoring import put_back
-from meshrl.launch.head.shape import MeshShape
-from meshrl.launch.redis import guard
-from meshrl.launch.redis import note as notes
-from meshrl.launch.redis.note import Note
-from meshrl.launch.redis.progress import RedisProgress
-from meshrl.sim.disk import Disk
-from meshrl.sim.redis.state import simulated_as, simulated_state
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.launch.redis import redis_note as notes
+from meshrl.launch.redis import redis_watchdog
+from meshrl.launch.redis.redis_note import RedisNote
+from meshrl.launch.redis.redis_progress import RedisProgress
+from meshrl.sim.redis.simulated_state import open_simulated_state, open_simulated_state_as
+from meshrl.sim.virtual_disk import VirtualDisk
 from tests.contract.state.state_bench import JOB, Bench, document
 from tests.load import scaled
 
@@ -45,11 +45,11 @@ PATIENCE_S = 60.0
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Launcher]:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    launcher = Launcher(MeshPlace(tmp_path), MeshShape(workers=2))
+    launcher = Launcher(MeshPaths(tmp_path), MeshShape(workers=2))
     await launcher.start()
     yield launcher
     await launcher.stop()
-    assert leftovers.belonging_to(launcher.place.settings.resolve()) == []
+    assert leftover_processes.find_leftovers(launcher.mesh_paths.settings.resolve()) == []
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -66,16 +66,16 @@ async def is_(found: Awaitable[int], wanted: int) -> bool:
 
 async def lineage(mesh: Launcher) -> int:
     try:
-        return (await jobs.job(mesh.state, JOB)).lineage
+        return (await jobs.read_job(mesh.state, JOB)).lineage
     except (NotFound, StateUnavailable):
         return -1
 
 
-async def alive(mesh: Launcher) -> dict[str, Entry]:
-    return {e.name: e for e in await registry.entries(mesh.state) if e.alive}
+async def alive(mesh: Launcher) -> dict[str, RegistryEntry]:
+    return {e.name: e for e in await registry.list_entries(mesh.state) if e.alive}
 
 
-async def replaced(mesh: Launcher, name: str, incarnation: str) -> Entry:
+async def replaced(mesh: Launcher, name: str, incarnation: str) -> RegistryEntry:
     """The entry of the next incarnation of `name`."""
     async with asyncio.timeout(scaled(PATIENCE_S)):
         while True:
@@ -86,7 +86,9 @@ async def replaced(mesh: Launcher, name: str, incarnation: str) -> Entry:
 
 
 async def restarted(mesh: Launcher, redis: int) -> bool:
-    return start_time(redis) == 0 and await guard.answers(mesh.settings.redis_url)
+    return read_start_time(redis) == 0 and await redis_watchdog.is_answering(
+        mesh.settings.redis_url
+    )
 
 
 async def registered(mesh: Launcher, names: set[str]) -> bool:
@@ -116,10 +118,10 @@ async def test_services_that_die_or_stop_come_back(mesh: Launcher) -> None:
 @pytest.mark.timeout(240)
 async def test_a_silent_redis_is_named_and_restarted_with_its_data(mesh: Launcher) -> None:
     before = await alive(mesh)
-    (redis,) = [pid for pid, name in mesh.pids.items() if name == "redis"]
+    (redis,) = [pid for pid, name in mesh.process_names.items() if name == "redis"]
     await events.append(mesh.state, "note", {"text": "kept"})
     os.kill(redis, signal.SIGSTOP)
-    (stall,) = (await asyncio.to_thread(diagnosed, mesh.place))[0]
+    (stall,) = (await asyncio.to_thread(diagnose_run_stalls, mesh.mesh_paths))[0]
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
     await until(lambda: restarted(mesh, redis))
     assert "note" in {e.kind for e in await events.read_all(mesh.state)}
@@ -131,26 +133,30 @@ async def test_a_redis_that_goes_back_while_the_mesh_starts_is_begun_anew_once_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    mesh = Launcher(MeshPlace(tmp_path), MeshShape(workers=1))
+    mesh = Launcher(MeshPaths(tmp_path), MeshShape(workers=1))
     run_dir = tmp_path / "a run"
     run_dir.mkdir()
     write_json(run_dir / "job.json", {"job": JOB, "document": document()})
 
     async def noted() -> int:
-        return notes.read(mesh.place.redis_note).mark.jobs.get(JOB, JobMark()).version
+        return (
+            notes.read_note(mesh.mesh_paths.redis_note).mark.jobs.get(JOB, JobWatermark()).version
+        )
 
     async def begin() -> None:
         bench = Bench(mesh.state, None)
         await bench.training_job()
-        await mesh.state.command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
+        await mesh.state.run_command("HSET", f"{{{JOB}}}:given", "run_dir", str(run_dir))
         await until(lambda: is_(noted(), 0))
-        await mesh.state.command("HSET", f"{{{JOB}}}:job", "version", -1)
-        await asyncio.sleep(2.5 * guard.INTERVAL_S)  # it is noticed before there are services
+        await mesh.state.run_command("HSET", f"{{{JOB}}}:job", "version", -1)
+        await asyncio.sleep(
+            2.5 * redis_watchdog.CHECK_INTERVAL_S
+        )  # it is noticed before there are services
 
     await mesh.start(begin)
     try:
         await until(lambda: is_(lineage(mesh), 1))
-        assert (tmp_path / damage.QUARANTINE / "mesh/redis").is_dir()
+        assert (tmp_path / corruption.QUARANTINE_DIRECTORY / "mesh/redis").is_dir()
         await until(lambda: registered(mesh, {"planner/0", "weights"}))
         assert not mesh.failed.is_set()
     finally:
@@ -162,19 +168,19 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    mesh = Launcher(MeshPlace(tmp_path), MeshShape(workers=1))
+    mesh = Launcher(MeshPaths(tmp_path), MeshShape(workers=1))
     left: list[asyncio.subprocess.Process] = []
 
     async def begin() -> None:
-        settings = mesh.place.settings.resolve()
-        env = {**os.environ, SETTINGS_ENV: str(settings), MESH_ENV: mark_of(settings)}
+        settings = mesh.mesh_paths.settings.resolve()
+        env = {**os.environ, SETTINGS_ENV: str(settings), MESH_TAG_ENV: compute_mesh_tag(settings)}
         left.append(await asyncio.create_subprocess_exec("sleep", "300", env=env))
         raise Refused("no")
 
     with pytest.raises(Refused):
         await mesh.start(begin)
     try:
-        pids = leftovers.belonging_to(mesh.place.settings.resolve())
+        pids = leftover_processes.find_leftovers(mesh.mesh_paths.settings.resolve())
         assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids] == []  # noqa: ASYNC240
     finally:
         if left[0].returncode is None:
@@ -185,7 +191,7 @@ async def test_a_start_that_fails_leaves_nothing_that_had_begun(
 @pytest.mark.timeout(240)
 async def test_a_second_launcher_in_one_place_is_refused(mesh: Launcher) -> None:
     with pytest.raises(Refused, match="meshrl down"):
-        await Launcher(mesh.place, MeshShape(workers=2)).start()
+        await Launcher(mesh.mesh_paths, MeshShape(workers=2)).start()
     assert await alive(mesh)
 
 
@@ -197,67 +203,69 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def disk(root: Path) -> Iterator[Disk]:
-    made = Disk(root)
-    made.watch()
+def disk(root: Path) -> Iterator[VirtualDisk]:
+    made = VirtualDisk(root)
+    made.start_tracking()
     yield made
     made.close()
 
 
-def note_of(**one: int | str) -> Note:
-    return Note(RollbackMark("1-0", 7, {JOB: JobMark(**one)}))  # type: ignore[arg-type]
+def note_of(**one: int | str) -> RedisNote:
+    return RedisNote(StateWatermark("1-0", 7, {JOB: JobWatermark(**one)}))  # type: ignore[arg-type]
 
 
-class Busy(State):
+class Busy(StateClient):
     """A Redis in which an event comes, and becomes known, while it is being looked at."""
 
     progress: RedisProgress | None = None
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         """Answer a script; before `job_marks`, which ends a look, another event comes."""
         if script == "job_marks" and self.progress is not None:
             await events.append(self, "note", {})
-            self.progress.known = RollbackMark(await events.last_id(self))
-        return await super().run(script, keys, *args)
+            self.progress.watermark = StateWatermark(await events.read_last_id(self))
+        return await super().run_script(script, keys, *args)
 
 
 async def test_an_event_that_comes_during_a_look_does_not_make_redis_look_older(root: Path) -> None:
-    progress = RedisProgress(MeshPlace(root))
-    state = simulated_as(Busy, SystemClock())
+    progress = RedisProgress(MeshPaths(root))
+    state = open_simulated_state_as(Busy, SystemClock())
     assert isinstance(state, Busy)
     await events.append(state, "note", {})
-    progress.known = RollbackMark(await events.last_id(state))
+    progress.watermark = StateWatermark(await events.read_last_id(state))
     state.progress = progress
     for records in (True, False):
-        found, why = await progress.look_back(state, records)
-        assert why == "" and found.event != progress.known.event
+        found, why = await progress.check_rollback(state, records)
+        assert why == "" and found.event != progress.watermark.event
     await state.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_note_outlives_a_power_cut(root: Path, disk: Disk, seed: int) -> None:
+def test_a_note_outlives_a_power_cut(root: Path, disk: VirtualDisk, seed: int) -> None:
     path = root / "note.json"
     for told in (note_of(lineage=1, version=3), note_of(lineage=1, version=4)):
-        notes.write(path, told)
-        disk.cut(Random(seed))
-        assert notes.read(path) == told
+        notes.write_note(path, told)
+        disk.cut_power(Random(seed))
+        assert notes.read_note(path) == told
 
 
 def test_a_damaged_note_is_told_and_tells_nothing(root: Path) -> None:
     path, damaged = root / "note.json", list[Path]()
-    notes.write(path, note_of(lineage=1, version=3))
+    notes.write_note(path, note_of(lineage=1, version=3))
     path.write_bytes(path.read_bytes().replace(b"version", b"versipn"))
-    assert notes.read(path, lambda at, _: damaged.append(at)) == Note() and damaged == [path]
-    with pytest.raises(Damaged):
-        notes.read(path)
+    assert notes.read_note(path, lambda at, _: damaged.append(at)) == RedisNote() and damaged == [
+        path
+    ]
+    with pytest.raises(CorruptData):
+        notes.read_note(path)
 
 
-async def put_back_lineage(run_dir: Path, seen: JobMark) -> tuple[int, int]:
+async def put_back_lineage(run_dir: Path, seen: JobWatermark) -> tuple[int, int]:
     """The lineage in which a job goes on, and the number of its next group."""
-    state = simulated_state(SystemClock())
-    assert await put_back(state, run_dir, JOB, document(), seen) is None
-    row = await jobs.job(state, JOB)
-    next_group = await state.command("HGET", f"{{{JOB}}}:job", "next_group")
+    state = open_simulated_state(SystemClock())
+    assert await restore_job(state, run_dir, JOB, document(), seen) is None
+    row = await jobs.read_job(state, JOB)
+    next_group = await state.run_command("HGET", f"{{{JOB}}}:job", "next_group")
     return row.lineage, int(next_group)
 
 
@@ -265,12 +273,12 @@ async def test_the_checkpoint_before_the_first_step_is_enough_for_a_lineage_of_i
     tmp_path: Path,
 ) -> None:
     """All that told of groups went with a power cut; they may have been opened all the same."""
-    assert await put_back_lineage(tmp_path, JobMark()) == (0, 0), "nobody has begun"
-    assert await put_back_lineage(tmp_path, JobMark(0, 0)) == (1, IDS_APART)
-    assert await put_back_lineage(tmp_path, JobMark(1, 0)) == (2, 2 * IDS_APART)
+    assert await put_back_lineage(tmp_path, JobWatermark()) == (0, 0), "nobody has begun"
+    assert await put_back_lineage(tmp_path, JobWatermark(0, 0)) == (1, GROUP_ID_GAP)
+    assert await put_back_lineage(tmp_path, JobWatermark(1, 0)) == (2, 2 * GROUP_ID_GAP)
     (tmp_path / "checkpoints").mkdir()
     held = {"lineage": 0, "step": 0, "weights": "ab" * 16}
-    name = checkpoint_name(0, 0, "ab" * 16)
-    (tmp_path / "checkpoints" / f"{name}.json").write_bytes(sealed(held))
-    assert await put_back_lineage(tmp_path, JobMark()) == (1, IDS_APART)
-    assert await put_back_lineage(tmp_path, JobMark(2, -1)) == (3, 3 * IDS_APART)
+    name = format_checkpoint_name(0, 0, "ab" * 16)
+    (tmp_path / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(held))
+    assert await put_back_lineage(tmp_path, JobWatermark()) == (1, GROUP_ID_GAP)
+    assert await put_back_lineage(tmp_path, JobWatermark(2, -1)) == (3, 3 * GROUP_ID_GAP)

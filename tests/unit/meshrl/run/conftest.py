@@ -15,10 +15,10 @@ import pytest
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import BudgetConfig, JobConfig
 from meshrl.common.state import events, jobs
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry, register
-from meshrl.directory.places import write_json
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.directory.directory_paths import write_json
 from tests.contract.state.state_bench import running_server
 
 T = TypeVar("T")
@@ -35,9 +35,9 @@ class HeldMesh:
     url: str
     token: int = 0
 
-    def ask(self, question: Callable[[State], Awaitable[T]]) -> T:
+    def ask(self, question: Callable[[StateClient], Awaitable[T]]) -> T:
         async def asking() -> T:
-            state = await State.open(self.url)
+            state = await StateClient.open(self.url)
             try:
                 return await question(state)
             finally:
@@ -45,10 +45,10 @@ class HeldMesh:
 
         return asyncio.run(asking())
 
-    async def submit(self, state: State) -> None:
-        lease = Entry("planner/0", "planner", incarnation="one", run_root=str(self.root))
+    async def submit(self, state: StateClient) -> None:
+        lease = RegistryEntry("planner/0", "planner", incarnation="one", run_root=str(self.root))
         self.token = await register(state, lease, HOUR_MS)
-        document = replace(JobConfig(), name=JOB, budget=BudgetConfig(steps=8)).document()
+        document = replace(JobConfig(), name=JOB, budget=BudgetConfig(steps=8)).to_document()
         write_json(
             self.run / "job.json", {"job": JOB, "document": document, "mesh": str(self.root)}
         )
@@ -67,12 +67,12 @@ class HeldMesh:
 
     @property
     def row(self) -> jobs.JobRow:
-        return self.ask(lambda state: jobs.job(state, JOB))
+        return self.ask(lambda state: jobs.read_job(state, JOB))
 
 
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[HeldMesh]:
-    with running_server(embedded.find_server()) as server:
+    with running_server(embedded_server.find_server()) as server:
         mesh = HeldMesh(tmp_path / "mesh-root", tmp_path / "runs" / JOB, server.url)
         settings = MeshSettings(redis_url=server.url, run_root=str(mesh.root))
         (mesh.root / "mesh").mkdir(parents=True)
@@ -83,7 +83,7 @@ def held(tmp_path: Path) -> Iterator[HeldMesh]:
 
 def written_run(directory: Path, phases: list[dict[str, Any]], rewards: list[float]) -> Path:
     """A run that nobody runs any more, as its files tell."""
-    document = JobConfig(name=JOB, budget=BudgetConfig(steps=8)).document()
+    document = JobConfig(name=JOB, budget=BudgetConfig(steps=8)).to_document()
     write_json(directory / "job.json", {"job": JOB, "document": document})
     rows = [{"id": "1-0", "ms": 1, "kind": "phase", "fields": {"job": JOB} | f} for f in phases]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -21,13 +21,13 @@ from meshrl.common.base.errors import Refused
 from meshrl.common.job.config import AlgorithmConfig, JobConfig
 from meshrl.common.state import jobs, steps
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.registry import Entry, register
-from meshrl.directory.claims import claimed
-from meshrl.directory.places import MeshPlace
-from meshrl.directory.target import Run
-from meshrl.run.following.watching import Onlooker
-from meshrl.run.outcome import outcome_of
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.directory.command_target import RunLocation
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.directory.run_claims import claim_run_directory
+from meshrl.run.monitoring.run_watch import RunObserver
+from meshrl.run.outcome import read_outcome
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.contract.state.state_bench import JOB as STEPPED
 from tests.contract.state.state_bench import SHARD, TRAINER, Bench, Seats
 from tests.load import scaled
@@ -108,14 +108,14 @@ def test_a_finished_run_whose_summary_is_damaged_stands_as_its_events_tell(tmp_p
 
 def test_how_a_run_stands_is_told_without_its_job_file(tmp_path: Path) -> None:
     directory = written_run(tmp_path / "run", [{"phase": "stopped", "error": ""}], [0.25])
-    run = Run(directory, "tiny", MeshPlace(directory))
+    run = RunLocation(directory, "tiny", MeshPaths(directory))
     (directory / "job.json").write_bytes(b'{"job": ')
-    found = outcome_of(run)
-    assert found.document()["steps"] is None
-    assert found.lines()[0] == "tiny was stopped at step 1 (reward 0.250)"
-    assert f"damaged: {directory / 'job.json'}" in "\n".join(found.lines())
+    found = read_outcome(run)
+    assert found.to_document()["steps"] is None
+    assert found.format_lines()[0] == "tiny was stopped at step 1 (reward 0.250)"
+    assert f"damaged: {directory / 'job.json'}" in "\n".join(found.format_lines())
     (directory / "job.json").unlink()
-    assert outcome_of(run).state == "stopped"
+    assert read_outcome(run).state == "stopped"
 
 
 def test_a_mesh_that_gave_up_is_a_failure_with_its_cause_until_the_run_goes_on(
@@ -161,9 +161,9 @@ def test_waiting_ends_with_the_job_and_its_last_file(held: HeldMesh) -> None:
 def test_waiting_ends_when_the_mesh_has_the_run_no_more(held: HeldMesh, other: bool) -> None:
     held.phase(Phase.TRAINING)
     held.record()
-    held.ask(lambda state: state.command("FLUSHALL"))
+    held.ask(lambda state: state.run_command("FLUSHALL"))
     run, held.run = held.run, held.run.with_name("other")
-    lease = Entry("planner/0", "planner", incarnation="two", run_root=str(held.root))
+    lease = RegistryEntry("planner/0", "planner", incarnation="two", run_root=str(held.root))
     held.ask(held.submit if other else lambda state: register(state, lease, HOUR_MS))
     found = meshrl("wait", str(run), "--timeout", str(scaled(PATIENCE_S)))
     assert found.exit_code == 3 and "was stopped at step 0 of 8" in found.stdout, found.output
@@ -172,19 +172,19 @@ def test_waiting_ends_when_the_mesh_has_the_run_no_more(held: HeldMesh, other: b
 def test_a_run_that_is_over_is_replaced_when_its_last_file_is_written(held: HeldMesh) -> None:
     held.phase(Phase.FINISHED)
     config = replace(JobConfig(), out=str(held.run))
-    with MeshPlace(held.root).lock.open("w") as lock:
+    with MeshPaths(held.root).lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for written in ("", "stopped"):  # of an end before it was resumed
             held.record(written)
             with (
                 pytest.raises(Refused, match="being written down") as refused,
-                claimed(config, True),
+                claim_run_directory(config, True),
             ):
                 pass
             assert f"meshrl wait {held.run}" in str(refused.value)
         held.record("finished")
-        with claimed(config, True) as claim:
-            claim.keep()
+        with claim_run_directory(config, True) as claim:
+            claim.commit()
     assert not (held.run / "job.json").exists()
 
 
@@ -271,26 +271,26 @@ def test_several_jobs_are_watched_until_the_last_has_ended(held: HeldMesh) -> No
 async def test_each_step_after_the_checkpoint_of_a_restored_run_is_seen_once(
     tmp_path: Path,
 ) -> None:
-    state = simulated_state(SystemClock())
+    state = open_simulated_state(SystemClock())
     bench = Bench(state, None)
     algorithm = AlgorithmConfig(groups_per_step=2, group_size=2)
-    document = replace(JobConfig(), name=STEPPED, algorithm=algorithm).document()
+    document = replace(JobConfig(), name=STEPPED, algorithm=algorithm).to_document()
     kinds = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
     saved = {"lineage": 0, "version": 4, "counts": dict.fromkeys(kinds, 0), "in_flight": 0}
     saved |= {"next_group": 8, "cursor": 8, "requeue": [], "manifest": "m0.4"}
     await steps.restore_job(state, STEPPED, document, str(tmp_path), saved)
     seats = Seats(state, await bench.seat(SHARD), await bench.seat(TRAINER))
-    onlooker = Onlooker(state, Run(tmp_path, STEPPED, MeshPlace(tmp_path)))
+    onlooker = RunObserver(state, RunLocation(tmp_path, STEPPED, MeshPaths(tmp_path)))
     measured = {"reward": 0.5, "logprob_gap": None, "wall": 1.0, "tokens_trained": 1}
     for step in (5, 6):
         for group in await seats.admit():
             await seats.finish(group)
         taken, manifest = await seats.leased(step), f"m1.{step}"
-        names = steps.VersionNames(manifest, "")
+        names = steps.VersionReferences(manifest, "")
         commit = steps.StepCommit(step, taken, (), names, measured, {"bins": []})
         await steps.commit_step(state, STEPPED, TRAINER, seats.trainer, 1, commit)
         for _ in range(3):
-            shot = await onlooker.look()
+            shot = await onlooker.read_snapshot()
             assert [row["step"] for row in onlooker.rows] == list(range(5, step + 1))
             assert shot.step == step
     await state.close()

@@ -14,23 +14,23 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound, Refused
+from meshrl.common.base.errors import ConfigError, CorruptData, MeshError, NotFound, Refused
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.common.state import jobs
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.directory.claims import claimed
-from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.job import jobfile
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
+from meshrl.directory.run_claims import claim_run_directory
+from meshrl.job import job_reader
 from meshrl.job.bundle import pack_run
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.run.evaluating import result_of
-from meshrl.run.following.looking import looks
-from meshrl.run.resuming import record_of, resume
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.run.evaluation import read_result
+from meshrl.run.monitoring.mesh_polling import poll_mesh
+from meshrl.run.resumption import read_run_record, resume_run
 from tests.contract.state.state_bench import Server, running_server
 from tests.load import scaled
 from tests.unit.meshrl.run.conftest import HeldMesh
@@ -41,7 +41,7 @@ WITHIN_S = 60.0
 class Heard:
     """What is said, and what a Redis was seen to hold."""
 
-    def __init__(self, place: MeshPlace, server: Server) -> None:
+    def __init__(self, place: MeshPaths, server: Server) -> None:
         self.place, self.server = place, server
         self.said: list[str] = []
         self.seen: list[str] = []
@@ -57,11 +57,11 @@ class Heard:
         if self.place.launcher.exists():
             self.server.start()
 
-    def looking(self, state: State) -> Callable[[], Awaitable[str]]:
+    def looking(self, state: StateClient) -> Callable[[], Awaitable[str]]:
         self.seen.append("connected")
 
         async def look() -> str:
-            self.seen.append(str(await state.command("INCR", "looks", deadline_s=scaled(5.0))))
+            self.seen.append(str(await state.run_command("INCR", "looks", deadline_s=scaled(5.0))))
             if self.seen[-1] == "2":
                 self.server.kill()
             return self.seen[-1]
@@ -74,14 +74,16 @@ async def test_a_redis_that_is_away_is_asked_again_while_the_mesh_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
     monkeypatch.delenv("MESHRL_REDIS_URL", raising=False)
-    place = MeshPlace(tmp_path)
-    with running_server(embedded.find_server()) as server:
+    place = MeshPaths(tmp_path)
+    with running_server(embedded_server.find_server()) as server:
         MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
         if lives:
-            write_json(place.launcher, {"pid": os.getpid(), "start_time": start_time(os.getpid())})
+            write_json(
+                place.launcher, {"pid": os.getpid(), "start_time": read_start_time(os.getpid())}
+            )
         heard = Heard(place, server)
         async with asyncio.timeout(scaled(WITHIN_S)):
-            found = looks(place, heard.say, heard.looking)
+            found = poll_mesh(place, heard.say, heard.looking)
             async with aclosing(found):
                 async for seen in found:
                     last = seen
@@ -107,34 +109,34 @@ def test_what_is_no_model_is_said_in_one_line(job: Path, tmp_path: Path) -> None
 
 
 def test_the_first_evaluation_is_the_result(tmp_path: Path) -> None:
-    assert result_of(tmp_path) is None
+    assert read_result(tmp_path) is None
     fields = {"job": "x", "tag": "before", "figures": {"held_out.greedy": 0.5}, "failed": 1}
     rows = [{"kind": "phase", "fields": {}}, {"kind": "evaluation", "fields": fields}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert result_of(tmp_path) == {"figures": {"held_out.greedy": 0.5}, "failed": 1}
+    assert read_result(tmp_path) == {"figures": {"held_out.greedy": 0.5}, "failed": 1}
 
 
 JOB = "sum"
 
 
 def test_the_copy_in_redis_is_used_and_without_one_it_is_said_what_to_do(tmp_path: Path) -> None:
-    document = JobConfig(name=JOB).document()
+    document = JobConfig(name=JOB).to_document()
     path = tmp_path / "job.json"
     write_json(path, {"job": JOB, "document": document})
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
-    with pytest.raises(Damaged, match=r"has no copy of it.*copy of the run"):
-        record_of(tmp_path)
+    with pytest.raises(CorruptData, match=r"has no copy of it.*copy of the run"):
+        read_run_record(tmp_path)
 
-    async def submit(state: State) -> None:
+    async def submit(state: StateClient) -> None:
         await jobs.submit(state, JOB, document, str(tmp_path), "submit")
 
-    asyncio.run(Launcher(MeshPlace(tmp_path), MeshShape()).ask_redis(submit))
-    assert record_of(tmp_path) == {"job": JOB, "document": document}
+    asyncio.run(Launcher(MeshPaths(tmp_path), MeshShape()).query_redis(submit))
+    assert read_run_record(tmp_path) == {"job": JOB, "document": document}
     assert (tmp_path / "quarantine/job.json").read_bytes() == whole[:-9]
     assert read_json(path)["job"] == JOB
     path.unlink()
-    assert record_of(tmp_path) == {"job": JOB, "document": document}
+    assert read_run_record(tmp_path) == {"job": JOB, "document": document}
 
 
 DIGITS = Path(__file__).parents[4] / "tests/mesh/jobs/digits.toml"
@@ -143,10 +145,10 @@ DIGITS = Path(__file__).parents[4] / "tests/mesh/jobs/digits.toml"
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "digits"
-    config, base = jobfile.load(DIGITS, [f"out={directory}"])
-    with claimed(config, False) as claim:
+    config, base = job_reader.load_config(DIGITS, [f"out={directory}"])
+    with claim_run_directory(config, False) as claim:
         pack_run(config, base, claim.directory, {"job": config.name}, DIGITS)
-        claim.keep()
+        claim.commit()
     (directory / "metrics.jsonl").write_text("")
     return directory
 
@@ -161,7 +163,7 @@ def run(packed: Path) -> Path:
 
 
 def test_a_run_is_told_from_others_of_its_name(run: Path, tmp_path: Path) -> None:
-    config, base = jobfile.load(DIGITS, [])
+    config, base = job_reader.load_config(DIGITS, [])
     pack_run(config, base, tmp_path, {"job": config.name}, DIGITS)
     assert read_json(tmp_path / "job.json")["run_id"] != read_json(run / "job.json")["run_id"]
 
@@ -169,9 +171,9 @@ def test_a_run_is_told_from_others_of_its_name(run: Path, tmp_path: Path) -> Non
 def test_a_finished_run_says_how_to_extend_it(run: Path) -> None:
     (run / "summary.json").write_text('{"phase": "finished", "steps": 3}')
     with pytest.raises(Refused, match=r"finished, after 3 steps.*--set budget\.steps=N"):
-        resume(run, [])
+        resume_run(run, [])
     with pytest.raises(Refused, match="finished"):
-        resume(run, ["optimizer.adamw_lr=0.5"])
+        resume_run(run, ["optimizer.adamw_lr=0.5"])
 
 
 @pytest.mark.parametrize(
@@ -191,18 +193,18 @@ def test_a_finished_run_says_how_to_extend_it(run: Path) -> None:
 def test_a_change_that_may_not_be_says_why(run: Path, setting: str, why: str) -> None:
     before = (run / "job.json").read_bytes()
     with pytest.raises(ConfigError, match=why):
-        resume(run, [setting])
+        resume_run(run, [setting])
     assert (run / "job.json").read_bytes() == before and not (run / "mesh").exists()
 
 
 def test_a_run_that_runs_is_named(run: Path) -> None:
-    place = MeshPlace(run)
+    place = MeshPaths(run)
     place.directory.mkdir()
     try:
         with place.lock.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with pytest.raises(Refused, match=f"the run in {run} goes on"):
-                resume(run, [])
+                resume_run(run, [])
     finally:
         place.lock.unlink()
         place.directory.rmdir()
@@ -210,10 +212,10 @@ def test_a_run_that_runs_is_named(run: Path) -> None:
 
 def test_what_is_no_run_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no run in"):
-        resume(tmp_path, [])
+        resume_run(tmp_path, [])
     (tmp_path / "job.json").write_text("[]")
     with pytest.raises(MeshError, match=r"job\.json"):
-        resume(tmp_path, [])
+        resume_run(tmp_path, [])
 
 
 @pytest.fixture
@@ -222,7 +224,7 @@ def submitted(held: HeldMesh) -> Iterator[HeldMesh]:
     record = read_json(held.run / "job.json")
     record["document"]["bundle"] = {"dir": str(held.run / "bundle/d"), "digest": "d"}
     write_json(held.run / "job.json", record)
-    with MeshPlace(held.root).lock.open("w") as lock:
+    with MeshPaths(held.root).lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield held
 
@@ -230,17 +232,17 @@ def submitted(held: HeldMesh) -> Iterator[HeldMesh]:
 def test_a_job_that_was_stopped_goes_on_on_its_mesh(submitted: HeldMesh) -> None:
     held = submitted
     with pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl watch"):
-        resume(held.run, [])
+        resume_run(held.run, [])
     held.phase(Phase.STOPPED)
     with pytest.raises(Refused, match=r"meshrl down --mesh .* --set"):
-        resume(held.run, ["budget.steps=9"])
+        resume_run(held.run, ["budget.steps=9"])
     stopped = held.row
     assert stopped.phase == Phase.STOPPED
-    assert resume(held.run, []) == 0
+    assert resume_run(held.run, []) == 0
     assert held.row.phase == Phase.QUEUED
     held.phase(Phase.FINISHED)
     with pytest.raises(Refused, match=r"finished, after 8 steps.*--set budget\.steps=N"):
-        resume(held.run, [])
+        resume_run(held.run, [])
 
 
 def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
@@ -249,13 +251,13 @@ def test_force_replaces_a_submitted_run_that_its_live_mesh_has_done_with(
     config = JobConfig(name="tiny", out=str(submitted.run))
     with (
         pytest.raises(Refused, match=r"goes on, on the mesh .*meshrl cancel"),
-        claimed(config, True),
+        claim_run_directory(config, True),
     ):
         pass
     assert (submitted.run / "job.json").is_file()
     submitted.phase(Phase.STOPPED)
     submitted.record("stopped")
-    with claimed(config, True) as claim:
-        claim.keep()
-        claim.replace()
+    with claim_run_directory(config, True) as claim:
+        claim.commit()
+        claim.delete_replaced_run()
     assert not (submitted.run / "job.json").exists()

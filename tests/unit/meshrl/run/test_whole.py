@@ -10,25 +10,25 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.common.api.weights import Manifest, Tensor
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.weights import Manifest, TensorPiece
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import ConfigError, MeshError, NotFound
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.job.bundle import bundle_files
-from meshrl.common.records.checkpoints import checkpoint_name, digests_below
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.layout.manifest import packed
-from meshrl.directory.places import MeshPlace
-from meshrl.directory.target import run_in
-from meshrl.run import resuming
-from meshrl.run.talking import ModelChoice, asked, model_of, sample
+from meshrl.common.records.checkpoints import compute_file_digests, format_checkpoint_name
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.manifest import encode_manifest
+from meshrl.directory.command_target import read_run
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.run import resumption
+from meshrl.run.model_sampling import ModelChoice, encode_requests, find_model, sample_model
 from tests.unit.meshrl.run.conftest import written_run
 
 
 def stored(chunks: ChunkStore, content: bytes) -> str:
-    digest = digest_of(content)
-    chunks.path(digest).parent.mkdir(parents=True, exist_ok=True)
-    chunks.path(digest).write_bytes(content)
+    digest = compute_digest(content)
+    chunks.chunk_path(digest).parent.mkdir(parents=True, exist_ok=True)
+    chunks.chunk_path(digest).write_bytes(content)
     return digest
 
 
@@ -45,7 +45,7 @@ class Made:
         self.held: dict[str, Any] = {
             "job": "sum",
             "document": {
-                "bundle": {"dir": str(self.bundle), "files": bundle_files.listed(self.bundle)}
+                "bundle": {"dir": str(self.bundle), "files": bundle_files.list_files(self.bundle)}
             },
         }
         (directory / "job.json").write_text(json.dumps(self.held))
@@ -60,17 +60,17 @@ class Made:
 
     def _checkpoint(self, step: int) -> str:
         chunk = stored(self.chunks, b"%8d" % step)
-        tensors = [Tensor("w", "F32", [2], chunk, 0, 8, 0, 0, 2)]
-        manifest = stored(self.chunks, packed(Manifest("sum", 0, step, tensors)))
-        name = checkpoint_name(0, step, manifest)
+        tensors = [TensorPiece("w", "F32", [2], chunk, 0, 8, 0, 0, 2)]
+        manifest = stored(self.chunks, encode_manifest(Manifest("sum", 0, step, tensors)))
+        name = format_checkpoint_name(0, step, manifest)
         state = self.directory / "checkpoints" / name / "state"
         state.mkdir(parents=True)
         self.state_of(name).write_bytes(b"0")
         self.model_of(name).write_bytes(b"1")
-        files = digests_below(state.parent)
+        files = compute_file_digests(state.parent)
         held = {"lineage": 0, "step": step, "weights": manifest, "account": {}, "files": files}
-        self.json_of(name).write_bytes(sealed(held))
-        self.tensor, self.manifest = self.chunks.path(chunk), self.chunks.path(manifest)
+        self.json_of(name).write_bytes(encode_sealed(held))
+        self.tensor, self.manifest = self.chunks.chunk_path(chunk), self.chunks.chunk_path(manifest)
         return name
 
     def json_of(self, name: str) -> Path:
@@ -83,7 +83,7 @@ class Made:
         return self.directory / "checkpoints" / name / "model.safetensors"
 
     def check(self) -> None:
-        resuming.check(self.directory, self.held, MeshPlace(self.directory))
+        resumption.check_run(self.directory, self.held, MeshPaths(self.directory))
 
 
 @pytest.fixture
@@ -143,12 +143,12 @@ def test_a_run_that_was_moved_says_where_it_belongs(run: Made, tmp_path: Path) -
     moved = tmp_path / "moved"
     moved.mkdir()
     with pytest.raises(NotFound, match=f"mv {moved} {run.directory}"):
-        resuming.check(moved, run.held, MeshPlace(moved))
+        resumption.check_run(moved, run.held, MeshPaths(moved))
 
 
 def test_a_mesh_that_a_run_was_submitted_to_may_be_gone(run: Made, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"gone: .*/up"):
-        resuming.check(run.directory, run.held, MeshPlace(tmp_path / "up"))
+        resumption.check_run(run.directory, run.held, MeshPaths(tmp_path / "up"))
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +159,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_json_object_is_a_row_and_everything_else_a_prompt() -> None:
     texts = ["1+2?\n", '{"prompt": "a", "answer": 3}', "{not json}", '["a"]', " \n", " x"]
-    assert [json.loads(line) for line in asked(texts)] == [
+    assert [json.loads(line) for line in encode_requests(texts)] == [
         {"prompt": "1+2?"},
         {"row": {"prompt": "a", "answer": 3}},
         {"prompt": "{not json}"},
@@ -170,26 +170,26 @@ def test_a_json_object_is_a_row_and_everything_else_a_prompt() -> None:
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="there is no run in"):
-        sample(tmp_path / "nothing", "x", ModelChoice())
+        sample_model(tmp_path / "nothing", "x", ModelChoice())
 
 
 @pytest.mark.deep
 def test_a_run_without_a_version_says_so(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run", [{"phase": "training", "error": ""}], [])
     with pytest.raises(NotFound, match=r"no model of .* yet: .* has no version\.") as refused:
-        sample(run, "x", ModelChoice())
+        sample_model(run, "x", ModelChoice())
     assert "warm start" in refused.value.fix
     with pytest.raises(NotFound, match="no best version"):
-        sample(run, "x", ModelChoice(best=True))
+        sample_model(run, "x", ModelChoice(best=True))
     with pytest.raises(ConfigError, match="two versions"):
-        sample(run, "x", ModelChoice(step=3, best=True))
+        sample_model(run, "x", ModelChoice(step=3, best=True))
 
 
 def test_the_model_of_a_run_that_is_over_is_its_own(tmp_path: Path) -> None:
     run = written_run(tmp_path / "run", [{"phase": "finished", "error": ""}], [0.5])
     (run / "model").mkdir()
     (run / "model/config.json").write_text("{}")
-    assert model_of(run_in(run), None, False, tmp_path) == run / "model"
+    assert find_model(read_run(run), None, False, tmp_path) == run / "model"
 
 
 def test_no_prompt_is_an_error(tmp_path: Path) -> None:

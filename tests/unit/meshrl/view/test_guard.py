@@ -16,13 +16,13 @@ import pytest
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state import jobs
 from meshrl.common.state.events import Event
-from meshrl.directory.places import MeshPlace, write_json
+from meshrl.directory.directory_paths import MeshPaths, write_json
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
+from meshrl.launch.head.mesh_shape import MeshShape
 from meshrl.run import session
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from meshrl.view.guard import WarningGuard
-from meshrl.view.live.view import GuardedView, RunLines
+from meshrl.view.live.run_view import GuardedView, RunLines
 from meshrl.view.recording.recorder import Recorder
 from meshrl.view.report import report
 from tests.load import scaled
@@ -31,8 +31,8 @@ from tests.load import scaled
 async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one"
-    document = JobConfig(name="one").document()
+    launcher, run_dir = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one"
+    document = JobConfig(name="one").to_document()
     tracking = {"tensorboard": True, "trace": True}
     held = {"job": "one", "document": document | {"tracking": tracking}}
     later: dict[str, Any] = {"tensorboard": {"id": "one", "of_a_later_version": 1}}
@@ -43,9 +43,9 @@ async def test_a_report_and_trackers_that_fail_cost_a_run_a_warning_and_no_resul
     assert Recorder(launcher, "one", run_dir).trackers.trackers == []
     (run_dir / "tracking.json").unlink()
     recorder = Recorder(launcher, "one", run_dir)
-    recorder.tally.prefixes["1"] = {"of_a_later_version": None}  # type: ignore[dict-item]
-    recorder.trackers.offer([], [Event("1-0", 1, "evaluation", {"tag": "before", "step": 0})])
-    await report.write(recorder)
+    recorder.usage.prefixes["1"] = {"of_a_later_version": None}  # type: ignore[dict-item]
+    recorder.trackers.enqueue([], [Event("1-0", 1, "evaluation", {"tag": "before", "step": 0})])
+    await report.write_results(recorder)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["job"], summary["phase"], summary["lost"]) == ("one", "queued", 0)
     said = capsys.readouterr().err
@@ -72,8 +72,8 @@ def test_a_view_whose_output_is_closed_does_not_end_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with contextlib.redirect_stdout(ClosedPipe()), GuardedView(RunLines()) as view:
-        view.say("one")
-        view.say("two")
+        view.print_line("one")
+        view.print_line("two")
     assert capsys.readouterr().err.count("BrokenPipeError") == 1
 
 
@@ -86,19 +86,19 @@ class Followed:
     def __init__(self, directory: Path) -> None:
         self.run_dir = directory / "one"
         self.page = self.run_dir / "report.html"
-        self.launcher = Launcher(MeshPlace(directory), MeshShape())
-        self.launcher.state = simulated_state(self.launcher.clock)
+        self.launcher = Launcher(MeshPaths(directory), MeshShape())
+        self.launcher.state = open_simulated_state(self.launcher.clock)
         self.stop = asyncio.Event()
 
     async def begin(self) -> None:
-        document = JobConfig(name="one").document()
+        document = JobConfig(name="one").to_document()
         write_json(self.run_dir / "job.json", {"job": "one", "document": document})
         await jobs.submit(self.launcher.state, "one", document, str(self.run_dir), "one")
         self.recorder = Recorder(self.launcher, "one", self.run_dir)
-        await self.recorder.look()
+        await self.recorder.poll()
 
     def follow(self) -> None:
-        following = session._follow(self.recorder, self.launcher, self.stop)
+        following = session._follow_run(self.recorder, self.launcher, self.stop)
         self.following = asyncio.create_task(following)
 
     async def until(self, look: Callable[[], bool]) -> None:
@@ -108,8 +108,8 @@ class Followed:
                 await asyncio.sleep(0.01)
 
     async def another_look(self) -> None:
-        last = self.recorder.shot
-        await self.until(lambda: self.recorder.shot is not last)
+        last = self.recorder.snapshot
+        await self.until(lambda: self.recorder.snapshot is not last)
 
     async def end(self) -> None:
         self.stop.set()
@@ -128,7 +128,7 @@ async def followed(tmp_path: Path) -> AsyncIterator[Followed]:
 async def test_what_keeps_the_page_from_being_written_is_said_once_and_it_is_tried_again(
     followed: Followed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "PAGE_S", 0.1)
+    monkeypatch.setattr(report, "PAGE_INTERVAL_S", 0.1)
     samples = followed.run_dir / "samples.jsonl"
     samples.mkdir()
     followed.follow()

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from meshrl.common.state.events import Event
-from meshrl.common.state.pool.store.explained import Explained, explained_of
-from meshrl.view.history import moves
-from meshrl.view.history.belonging import Belonging
-from meshrl.view.history.decisions import MOST, about, told
-from meshrl.view.history.news import told as news
-from meshrl.view.live import tables
-from meshrl.view.mesh.processes import job_in
+from meshrl.common.state.pool.store.planner_reports import JobPrediction, decode_predictions
+from meshrl.view.history import move_outcomes
+from meshrl.view.history.decisions import MAX_DECISIONS, format_event, select_decisions
+from meshrl.view.history.event_text import format_event as news
+from meshrl.view.history.job_events import JobEventFilter
+from meshrl.view.live import mesh_tables
+from meshrl.view.mesh.process_usage import parse_job
 
 Told = list[tuple[str, dict[str, Any]]]
 
@@ -59,10 +59,10 @@ STREAM: Told = [
 
 def of(job: str, told: Told, every_ms: int = 10) -> list[int]:
     """Places in the stream of the events that are in the job's record."""
-    mine = Belonging(job)
+    mine = JobEventFilter(job)
     numbered = enumerate(told)
     events = (Event(f"{n}-0", n * every_ms, kind, fields) for n, (kind, fields) in numbered)
-    return [place for place, event in enumerate(events) if mine.takes(event)]
+    return [place for place, event in enumerate(events) if mine.accept(event)]
 
 
 def test_each_job_has_its_own_events_and_those_of_the_mesh() -> None:
@@ -90,10 +90,10 @@ def test_the_end_of_a_process_that_was_sent_away_is_still_its_jobs() -> None:
 
 def test_a_record_that_is_taken_up_again_knows_what_it_held_before() -> None:
     kind, fields = desired("a", "g0.0", "w0")
-    mine = Belonging("a", [Event("1-0", 1, kind, fields)])
+    mine = JobEventFilter("a", [Event("1-0", 1, kind, fields)])
     lost = Event("2-0", 2, "lost", {"worker": "w0", "reason": "gone"})
-    assert mine.takes(lost)
-    assert not Belonging("a").takes(lost)
+    assert mine.accept(lost)
+    assert not JobEventFilter("a").accept(lost)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_record_that_is_taken_up_again_knows_what_it_held_before() -> None:
     ],
 )
 def test_a_process_s_name_tells_its_job(name: str, job: str) -> None:
-    assert job_in(name) == job
+    assert parse_job(name) == job
 
 
 def event(kind: str, number: int = 1, **fields: Any) -> Event:
@@ -127,19 +127,19 @@ def test_only_decisions_that_concern_it_are_found() -> None:
         event("services", host="here", services=["rollout/a/0", "sandbox/b/0"]),
         event("step", job="a"),  # no decision
     ]
-    assert [e.kind for e in about(events, "a")] == ["admission", "desired", "services"]
-    assert [e.kind for e in about(events, "g3")] == ["desired", "gang"]
-    assert [e.kind for e in about(events, "worker/w2")] == ["gang"]
-    assert about(events, "c") == []
+    assert [e.kind for e in select_decisions(events, "a")] == ["admission", "desired", "services"]
+    assert [e.kind for e in select_decisions(events, "g3")] == ["desired", "gang"]
+    assert [e.kind for e in select_decisions(events, "worker/w2")] == ["gang"]
+    assert select_decisions(events, "c") == []
 
 
 def test_the_last_ones_are_kept() -> None:
-    events = [event("admission", n, job="a") for n in range(MOST + 5)]
-    assert [e.ms for e in about(events, "a")] == list(range(5, MOST + 5))
+    events = [event("admission", n, job="a") for n in range(MAX_DECISIONS + 5)]
+    assert [e.ms for e in select_decisions(events, "a")] == list(range(5, MAX_DECISIONS + 5))
 
 
 def test_a_line_tells_rule_and_figures_and_nothing_that_is_empty() -> None:
-    line = told(
+    line = format_event(
         event(
             "admission",
             job="a",
@@ -164,7 +164,7 @@ def test_a_wish_is_said_in_words() -> None:
         "generation": 1,
         "epoch": 1,
     }
-    line = told(event("desired", entitled=3, **fields))
+    line = format_event(event("desired", entitled=3, **fields))
     assert line.partition(" ")[2] == "a, g3.1: rollout on w2: share (entitled 3)"
 
 
@@ -191,25 +191,27 @@ def judged(number: int = 1, **fields: Any) -> Event:
 
 def printed(*events: Event) -> list[str]:
     out = StringIO()
-    Console(file=out, width=200).print(tables.moves(moves.judged(events)))
+    Console(file=out, width=200).print(
+        mesh_tables.make_moves_table(move_outcomes.list_outcomes(events))
+    )
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
 def test_the_last_ten_judged_moves_of_a_job_a_gang_or_a_resident_are_found() -> None:
     found = [judged(n) for n in range(12)]
     found += [judged(20, job="other", resident="g3.0"), Event("21-0", 21, "move", {"gang": "g2"})]
-    assert [move.ms for move in moves.judged(found, "sums")] == list(range(2, 12))
-    assert [move.ms for move in moves.judged(found, "g3")] == [20]
-    assert [move.ms for move in moves.judged(found, "g3.0")] == [20]
-    assert [move.ms for move in moves.judged(found)][-1] == 20
-    assert moves.judged(found, "g30") == []
+    assert [move.ms for move in move_outcomes.list_outcomes(found, "sums")] == list(range(2, 12))
+    assert [move.ms for move in move_outcomes.list_outcomes(found, "g3")] == [20]
+    assert [move.ms for move in move_outcomes.list_outcomes(found, "g3.0")] == [20]
+    assert [move.ms for move in move_outcomes.list_outcomes(found)][-1] == 20
+    assert move_outcomes.list_outcomes(found, "g30") == []
 
 
 def test_a_row_has_what_was_predicted_and_what_came_of_it() -> None:
     head, paid, undone = printed(
         judged(), judged(paid=False, undone=True, regret_s=0.12, reason="it did not pay in 8 steps")
     )
-    assert head.split() == list(tables.MOVE_COLUMNS)
+    assert head.split() == list(mesh_tables.MOVE_COLUMNS)
     assert paid.partition(" ")[2] == (
         "8 g2 rollout -> training stage_time 0.95 s 0.96 s 0.81 s 0.78 s 0 s paid"
     )
@@ -228,17 +230,17 @@ def test_what_came_of_a_move_is_news_of_the_run() -> None:
 
 
 def test_the_present_is_told_with_what_binds_and_why_nothing_moves() -> None:
-    news = Explained(0.81, 0.81, 0.6, 0.0, "latency", "no split is 5 % faster", 0.124)
-    assert moves.present(news) == [
+    news = JobPrediction(0.81, 0.81, 0.6, 0.0, "latency", "no split is 5 % faster", 0.124)
+    assert move_outcomes.describe_prediction(news) == [
         "a step is predicted to take 0.81 s: rollout 0.81 s, training 0.6 s",
         "what binds is latency",
         "predictions of moves were off by 12 % (median)",
         "no split is 5 % faster",
     ]
-    assert moves.present(Explained()) == []
+    assert move_outcomes.describe_prediction(JobPrediction()) == []
 
 
 def test_a_memory_that_says_nothing_of_a_job_or_of_a_figure_is_read() -> None:
-    assert explained_of({"entitled": {"sums": 2}}) == {}
-    news = explained_of({"explained": {"sums": {"step_s": 1, "error": None, "more": "?"}}})
-    assert news == {"sums": Explained(step_s=1.0)}
+    assert decode_predictions({"entitled": {"sums": 2}}) == {}
+    news = decode_predictions({"explained": {"sums": {"step_s": 1, "error": None, "more": "?"}}})
+    assert news == {"sums": JobPrediction(step_s=1.0)}

@@ -15,22 +15,28 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.errors import NotFound
-from meshrl.common.base.files.lines import line
+from meshrl.common.base.files.json_lines import encode_row
 from meshrl.common.job.config import BudgetConfig, JobConfig
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import Phase
-from meshrl.directory.places import write_json
-from meshrl.job.toml.writing import to_toml
-from meshrl.view.history.decisions import decisions
-from meshrl.view.history.gangs import Span, TimelineMark, WorkerTimeline, moves, spans
+from meshrl.directory.directory_paths import write_json
+from meshrl.job.toml.writer import to_toml
+from meshrl.view.history.decisions import extract_decisions
 from meshrl.view.history.run_snapshot import Evaluation
-from meshrl.view.recording.recorded import read_events
-from meshrl.view.recording.usage import Tally
-from meshrl.view.report import again, charts, figures, png, timeline
-from meshrl.view.report import page as report_page
+from meshrl.view.history.worker_timeline import (
+    RoleSpan,
+    TimelineMark,
+    WorkerTimeline,
+    build_spans,
+    list_moves,
+)
+from meshrl.view.recording.job_usage import JobUsage
+from meshrl.view.recording.run_record import read_events
+from meshrl.view.report import charts, figures, png, redraw, timeline
+from meshrl.view.report import report_page as report_page
 from meshrl.view.report.charts import Figure, Series
-from meshrl.view.report.page import html
-from meshrl.view.report.report import RunEnd, planned_moves, summarize
+from meshrl.view.report.report import RunResult, list_planned_moves, summarize
+from meshrl.view.report.report_page import render_page
 from tests.load import scaled
 
 ACCOUNT = {
@@ -122,14 +128,14 @@ ROWS: list[dict[str, Any]] = [
 
 
 def summary() -> dict[str, Any]:
-    tally = Tally(
+    tally = JobUsage(
         cpu={"trainer/tiny": {"1-1": 1.0, "2-2": 2.5}},
         tokens={"rollout/tiny/0": {"a": 5, "b": 6}},
         shared={"redis": 0.75},
         accelerator_s=90.0,
         warm_start_cached=True,
     )
-    end = RunEnd("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
+    end = RunResult("tiny", Phase.FINISHED, 3, 61.23, ACCOUNT)
     return summarize(end, ROWS, EVALUATIONS, EVENTS, tally)
 
 
@@ -150,7 +156,7 @@ def test_a_summary_has_the_keys_that_are_promised() -> None:
 
 
 def test_only_moves_for_faster_steps_count() -> None:
-    assert [e.ms for e in planned_moves(EVENTS)] == [6010, 6015]
+    assert [e.ms for e in list_planned_moves(EVENTS)] == [6010, 6015]
     assert summary()["workers_moved"] == 2
 
 
@@ -173,8 +179,8 @@ class _Page(HTMLParser):
 
 
 def test_the_report_is_one_page_that_needs_nothing_else() -> None:
-    document = JobConfig(name="<b>&").document()
-    page = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    document = JobConfig(name="<b>&").to_document()
+    page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
     parsed = _Page()
     parsed.feed(page)
     assert parsed.open == []
@@ -184,7 +190,7 @@ def test_the_report_is_one_page_that_needs_nothing_else() -> None:
 
 
 def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
-    charted = report_page.charted(figures.health(ROWS, EVENTS))
+    charted = report_page.render_figures(figures.make_health_figures(ROWS, EVENTS))
     titles = [title for title, content in charted if "<svg" in content]
     assert titles == [
         "Failed trajectories, share",
@@ -195,34 +201,34 @@ def test_the_health_of_steps_is_charted_from_their_rows_and_events() -> None:
         "Clipped tokens, share",
         "Tokens a second",
     ]
-    assert figures.failures(EVENTS) == [(1.0, 2 / 16)]
-    assert figures.per_second(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
+    assert figures.compute_failure_shares(EVENTS) == [(1.0, 2 / 16)]
+    assert figures.compute_rates(ROWS, "tokens") == [(2.0, 60.0), (3.0, 60.0), (4.0, 60.0)]
 
 
 def test_what_was_measured_is_told_point_by_point() -> None:
-    [_, (title, table)] = report_page.learning(ROWS, EVALUATIONS)
+    [_, (title, table)] = report_page.render_learning(ROWS, EVALUATIONS)
     assert title == "Held-out"
     assert all(f"<td class=n>{value:.3f}</td>" in table for value in (0.3, 0.02, 0.6, 0.85, 0.9))
 
 
 def test_the_defaults_of_a_job_are_folded_away() -> None:
-    document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).document()
-    shown, folded = report_page.job(document).split("<details>")
+    document = JobConfig(name="mine", budget=BudgetConfig(steps=7)).to_document()
+    shown, folded = report_page.render_job(document).split("<details>")
     assert 'name = "mine"' in unescape(shown) and "steps = 7" in shown
     assert "group_size" not in shown and "group_size" in folded
 
 
 def test_only_the_page_of_a_run_that_goes_on_loads_itself_again() -> None:
-    document = JobConfig().document()
-    ended = html(summary(), ROWS, EVALUATIONS, EVENTS, document)
-    live = html(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
+    document = JobConfig().to_document()
+    ended = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document)
+    live = render_page(summary(), ROWS, EVALUATIONS, EVENTS, document, refresh_s=10)
     assert "http-equiv" not in ended and '<meta http-equiv="refresh" content="10">' in live
 
 
 def test_the_timeline_has_a_span_for_each_state_of_a_resident() -> None:
     lost = Event("6500-0", 6500, "lost", {"worker": "w1", "reason": "gone"})
-    shown = spans([*EVENTS, lost], 1000, 7.0)
-    assert [(s.row, s.role, s.state, s.start, s.end) for s in shown] == [
+    shown = build_spans([*EVENTS, lost], 1000, 7.0)
+    assert [(s.worker_names, s.role, s.state, s.start_s, s.end_s) for s in shown] == [
         ("w1", "rollout", "starting", 0.0, 2.0),
         ("w1", "rollout", "ready", 2.0, 3.5),
         ("w1", "rollout", "leaving", 3.5, 4.0),
@@ -235,37 +241,39 @@ def test_who_is_removed_leaves_until_another_comes_or_the_gang_is_dissolved() ->
     first = desired(0, "g1.0", "rollout", "w1"), actual(1000, "g1.0", "rollout", "ready")
     removed = desired(2000, "g1.0", "idle", "w1", from_role="rollout")
     second = desired(2000, "g1.1", "training", "w1"), actual(2500, "g1.1", "training", "ready")
-    shown = spans([*first, removed, *second], 0, 60.0)
-    assert [(s.resident, s.state, s.start, s.end) for s in shown] == [
+    shown = build_spans([*first, removed, *second], 0, 60.0)
+    assert [(s.instance, s.state, s.start_s, s.end_s) for s in shown] == [
         ("g1.0", "ready", 1.0, 2.0),
         ("g1.0", "leaving", 2.0, 2.5),
         ("g1.1", "ready", 2.5, 60.0),
     ]
     dissolved = Event("4000-0", 4000, "gang", {"gang": "g1", "dissolved": True, "workers": ["w1"]})
-    assert spans([*first, removed, dissolved], 0, 60.0)[-1].end == 4.0
-    assert spans([*first, removed], 0, 60.0)[-1].end == 12.0
+    assert build_spans([*first, removed, dissolved], 0, 60.0)[-1].end_s == 4.0
+    assert build_spans([*first, removed], 0, 60.0)[-1].end_s == 12.0
 
 
 def test_a_worker_has_a_row_of_its_own_with_lanes_for_those_that_are_there_together() -> None:
-    wide = Span("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
-    beside = Span("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
-    after = Span("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
+    wide = RoleSpan("w9 w10", "training", "ready", 0.0, 9.0, "g1.0", "tiny")
+    beside = RoleSpan("w10", "rollout", "ready", 4.0, 6.0, "g2.0", "tiny")
+    after = RoleSpan("w10", "rollout", "draining", 6.0, 8.0, "g2.0", "tiny")
     marks = [TimelineMark(5.0, "g2 <moved>", ("w10",))]
     found = WorkerTimeline([wide, beside, after], marks, [], 9.0)
-    assert found.rows == ["w9", "w10"]
-    assert [(lane, lanes) for lane, lanes, _ in timeline.laned([wide, beside, after], "w10")] == [
+    assert found.list_workers == ["w9", "w10"]
+    assert [
+        (lane, lanes) for lane, lanes, _ in timeline.assign_lanes([wide, beside, after], "w10")
+    ] == [
         (0, 2),
         (1, 2),
         (1, 2),
     ]
-    drawn = timeline.drawn(found)
+    drawn = timeline.draw_timeline(found)
     assert drawn.count("<rect") == 4 and drawn.count("<polygon") == 1
     assert "g2 &lt;moved&gt;" in drawn and "scoring" not in drawn
 
 
 def test_a_move_is_told_with_its_rule_its_figures_and_what_it_took() -> None:
-    [mark, *_] = moves(EVENTS, 1000)
-    assert mark.workers == () and mark.at == 2.5
+    [mark, *_] = list_moves(EVENTS, 1000)
+    assert mark.workers == () and mark.at_s == 2.5
     said = "g1 moved from rollout to training: rollout 1.00 s, training 2.00 s a step"
     assert mark.text == f"{said}; it took 0.0 s; stage_time (rollout_s 1, train_s 2)"
 
@@ -290,20 +298,20 @@ JUDGEMENT = {
 def test_moves_that_were_judged_have_a_table_and_others_have_none() -> None:
     bad = JUDGEMENT | {"paid": False, "undone": True, "observed_s": 1.4, "regret_s": None}
     events = [Event(f"{n}-0", n, "move_judged", f) for n, f in ((1, JUDGEMENT), (2, bad))]
-    [(title, table)] = report_page.moves(events)
+    [(title, table)] = report_page.render_moves(events)
     assert title == "Moves: predicted, observed, regret"
     assert table.count("<tr>") == 3
     first, second = table.split("<tr>")[2:]
     assert "g1.1 from rollout to training" in first and "<td class=n>0.05</td><td>paid" in first
     assert "<td class=n>1.40</td>" in second and "did not pay, undone" in second
-    assert report_page.moves(EVENTS) == []
-    [told, _] = moves(events, 0)
+    assert report_page.render_moves(EVENTS) == []
+    [told, _] = list_moves(events, 0)
     assert told.text.startswith("the move of g1 to training paid: 1 s a step, predicted 0.9 s")
     assert told.text.endswith("; 1.2 s before, regret 0.05 s")
 
 
 def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
-    assert [d.text for d in decisions(EVENTS)] == [
+    assert [d.summary for d in extract_decisions(EVENTS)] == [
         "waiting: it needs 2 workers, and 1 is idle: floor (idle 1, needed 2)",
         "it runs: floor (idle 1, needed 2)",
         "rollout on w1: share (entitled 2.5)",
@@ -311,7 +319,7 @@ def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
         "training on w1, asleep in memory: share",
         "paused: job big has priority 1: preempt (idle 1, needed 2)",
     ]
-    page = html(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").document())
+    page = render_page(summary(), ROWS, EVALUATIONS, EVENTS, JobConfig(name="tiny").to_document())
     assert "What the planner decided" in page and "entitled 2.5" in page
     assert "90 accelerator-seconds, 0:01 waiting" in page
 
@@ -325,7 +333,7 @@ def test_the_report_has_each_decision_with_its_rule_and_figures() -> None:
     ],
 )
 def test_axes_have_round_ticks(low: float, high: float, expected: list[float]) -> None:
-    assert charts.ticks(low, high) == pytest.approx(expected)
+    assert charts.compute_ticks(low, high) == pytest.approx(expected)
 
 
 def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -> None:
@@ -334,34 +342,36 @@ def test_axes_and_charts_draw_every_number_of_series_and_every_size_of_value() -
     for low in values:
         for high in values:
             points = [(0.0, low), (1.0, high)]
-            charts.lines([charts.Series("x", points), charts.Series("y", points, dots=True)], "s")
+            charts.draw_line_chart(
+                [charts.Series("x", points), charts.Series("y", points, has_dots=True)], "s"
+            )
     for count in range(40):
-        series = [charts.Series(f"set {i}", [(1.0, float(i))], dots=True) for i in range(count)]
-        assert charts.lines(series, "step").count("<i style") == count
+        series = [charts.Series(f"set {i}", [(1.0, float(i))], has_dots=True) for i in range(count)]
+        assert charts.draw_line_chart(series, "step").count("<i style") == count
 
 
 def test_a_run_of_many_evaluation_datasets_has_a_report() -> None:
     names = [f"set{i}.{mode}" for i in range(12) for mode in ("sampled", "greedy", "pass@4")]
     many = [Evaluation(f"step-{n}", n, 0.5, None, dict.fromkeys(names, 0.25)) for n in range(3)]
-    page = html(summary(), ROWS, many, EVENTS, JobConfig(name="tiny").document())
+    page = render_page(summary(), ROWS, many, EVENTS, JobConfig(name="tiny").to_document())
     assert all(name in page for name in names)
 
 
 def test_a_chart_without_points_says_so() -> None:
-    assert "nothing was measured" in charts.lines([charts.Series("x", [])], "step")
+    assert "nothing was measured" in charts.draw_line_chart([charts.Series("x", [])], "step")
 
 
 def test_the_resolved_job_reads_back_as_it_was() -> None:
     import tomllib
 
-    document = JobConfig().document()
+    document = JobConfig().to_document()
     document["environment"]["tools"] = {"odd name": "a:b"}
     document["model"]["config"] = {"nested": {"x": [1, "two"]}, "eps": 1e-6}
     assert tomllib.loads(to_toml(document)) == document
 
 
 def recorded(run_dir: Path, over: bool = True) -> None:
-    document = JobConfig(name="tiny").document()
+    document = JobConfig(name="tiny").to_document()
     write_json(run_dir / "job.json", {"job": "tiny", "document": document})
     written(run_dir / "events.jsonl", [asdict(event) for event in EVENTS])
     written(run_dir / "metrics.jsonl", ROWS)
@@ -370,14 +380,14 @@ def recorded(run_dir: Path, over: bool = True) -> None:
 
 
 def written(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    path.write_bytes(b"".join(line(row, n) for n, row in enumerate(rows)))
+    path.write_bytes(b"".join(encode_row(row, n) for n, row in enumerate(rows)))
 
 
 def test_the_report_of_a_run_that_is_over_is_drawn_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorded(tmp_path)
-    again.show(tmp_path, None)
+    redraw.redraw_report(tmp_path, None)
     page = (tmp_path / "report.html").read_text()
     assert "<title>tiny, seed 3</title>" in page and "training on w1, asleep in memory" in page
     assert "report.html" in capsys.readouterr().out
@@ -386,7 +396,7 @@ def test_the_report_of_a_run_that_is_over_is_drawn_anew(
 def test_the_page_of_a_run_that_goes_on_is_left_to_who_records_it(tmp_path: Path) -> None:
     recorded(tmp_path, over=False)
     with pytest.raises(NotFound, match=r"is not over.*summary\.json"):
-        again.show(tmp_path, None)
+        redraw.redraw_report(tmp_path, None)
     assert not (tmp_path / "report.html").exists()
 
 
@@ -396,7 +406,7 @@ def test_each_figure_of_the_page_that_shows_something_is_a_file_also_while_it_go
 ) -> None:
     recorded(tmp_path, over=False)
     assert read_events(tmp_path)
-    written_files = again.draw(tmp_path, tmp_path / "new" / "figures")
+    written_files = redraw.draw_figures(tmp_path, tmp_path / "new" / "figures")
     names = {path.name for path in written_files}
     assert {p.name for p in (tmp_path / "new" / "figures").iterdir()} == names
     assert {"learning.png", "seconds-a-step.png", "which-worker-did-what-when.png"} <= names
@@ -408,35 +418,37 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def test_each_figure_that_has_points_is_a_file_called_by_its_title(tmp_path: Path) -> None:
     points = [(1.0, 0.5), (2.0, float("nan")), (3.0, 0.7)]
-    figure = Figure("KL divergence, nats", [Series("a", points), Series("b", points, dots=True)])
-    path = png.lines(figure, tmp_path)
+    figure = Figure(
+        "KL divergence, nats", [Series("a", points), Series("b", points, has_dots=True)]
+    )
+    path = png.write_line_chart(figure, tmp_path)
     assert path == tmp_path / "kl-divergence-nats.png"
     assert path.read_bytes().startswith(PNG)
-    assert png.lines(Figure("Nothing", [Series("a", [])]), tmp_path) is None
+    assert png.write_line_chart(Figure("Nothing", [Series("a", [])]), tmp_path) is None
     assert [p.name for p in tmp_path.iterdir()] == ["kl-divergence-nats.png"]
 
 
 def test_the_timeline_of_workers_is_one_too(tmp_path: Path) -> None:
     spans = [
-        Span("w0 w1", "training", "ready", 0.0, 9.0),
-        Span("w1", "rollout", "leaving", 2.0, 12.0),
+        RoleSpan("w0 w1", "training", "ready", 0.0, 9.0),
+        RoleSpan("w1", "rollout", "leaving", 2.0, 12.0),
     ]
     marks = [TimelineMark(2.0, "moved", ("w1",)), TimelineMark(3.0, "declined")]
     found = WorkerTimeline(spans, marks, [TimelineMark(1.0, "it ended")], 9.0)
-    path = png.workers("Workers", found, tmp_path)
+    path = png.write_timeline("Workers", found, tmp_path)
     assert path is not None and path.read_bytes().startswith(PNG)
-    assert png.workers("Workers", WorkerTimeline([], [], [], 9.0), tmp_path) is None
+    assert png.write_timeline("Workers", WorkerTimeline([], [], [], 9.0), tmp_path) is None
 
 
 def test_without_matplotlib_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    png.needed()
+    png.require_matplotlib()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(NotFound) as refused:
-        png.needed()
+        png.require_matplotlib()
     assert "pip install 'meshrl[plots]'" in refused.value.fix
 
 
 def test_a_report_is_drawn_without_matplotlib() -> None:
-    asked = "import sys; import meshrl.view.report.report, meshrl.view.report.again; "
+    asked = "import sys; import meshrl.view.report.report, meshrl.view.report.redraw; "
     asked += "sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], timeout=scaled(60)).returncode == 0

@@ -10,8 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from meshrl.cli import app
-from meshrl.view.history.samples import come, ends, heading, parts, read
-from meshrl.view.report.page import trajectories
+from meshrl.view.history.sample_files import (
+    find_file_ends,
+    format_heading,
+    read_new,
+    read_samples,
+    split_parts,
+)
+from meshrl.view.report.report_page import render_trajectories
 
 
 def sample(n: int, reward: float | None, step: int = 1, **more: Any) -> dict[str, Any]:
@@ -93,31 +99,33 @@ def test_a_run_without_samples_says_so(run: Path) -> None:
 def test_what_is_being_written_is_left_until_it_is_whole(run: Path) -> None:
     write(run, sample(0, 0.5))
     line = json.dumps(sample(1, 0.5)) + "\n"
-    path, read_to = run / "samples.jsonl", ends(run)
+    path, read_to = run / "samples.jsonl", find_file_ends(run)
     with path.open("a") as file:
         file.write(line[:20])
-    assert [s["group"] for s in read(run)] == [0] and not list(come(run, read_to))
+    assert [s["group"] for s in read_samples(run)] == [0] and not list(read_new(run, read_to))
     with path.open("a") as file:
         file.write(line[20:])
-    assert [s["group"] for s in come(run, read_to)] == [1]
-    assert not list(come(run, read_to))
+    assert [s["group"] for s in read_new(run, read_to)] == [1]
+    assert not list(read_new(run, read_to))
 
 
 def test_a_new_shards_file_and_one_that_has_started_again_are_followed(run: Path) -> None:
     write(run, sample(0, 0.5))
-    read_to = ends(run)
+    read_to = find_file_ends(run)
     write(run, sample(1, 0.5), sample(2, 0.5), name="samples-1.jsonl")
-    assert [s["group"] for s in come(run, read_to)] == [1, 2]
+    assert [s["group"] for s in read_new(run, read_to)] == [1, 2]
     (run / "samples-1.jsonl").rename(run / "samples-1.older.jsonl")
     write(run, sample(3, 0.5), name="samples-1.jsonl")
-    assert [s["group"] for s in come(run, read_to)] == [3]
-    assert [s["group"] for s in read(run)] == [0, 1, 2, 3]
+    assert [s["group"] for s in read_new(run, read_to)] == [3]
+    assert [s["group"] for s in read_samples(run)] == [0, 1, 2, 3]
 
 
 def test_the_report_shows_trajectories_of_evaluations_with_their_text_as_text() -> None:
     more: dict[str, Any] = {"set": "held_out.greedy", "evaluation": "step-10"}
-    page = trajectories([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
+    page = render_trajectories([sample(0, 0.5), sample(1, 1.0, **more), sample(2, None, **more)])
     assert page.count("<details>") == 2
     assert "it is &lt;1&gt;" in page and "no reward | reward: raised: ValueError" in page
-    assert heading(sample(1, 1.0, **more)).startswith("step 1 | evaluation step-10, held_out.gr")
-    assert [role for role, *_ in parts(sample(1, 1.0))][1:3] == ["model", "tool"]
+    assert format_heading(sample(1, 1.0, **more)).startswith(
+        "step 1 | evaluation step-10, held_out.gr"
+    )
+    assert [role for role, *_ in split_parts(sample(1, 1.0))][1:3] == ["model", "tool"]

@@ -7,36 +7,36 @@ from dataclasses import replace
 from typing import Any
 
 from meshrl.common.job.config import BudgetConfig, JobConfig
-from meshrl.common.mesh.process.supervision.ended import LastEnd
-from meshrl.common.state.jobs import COUNTS, JobRow, Phase
+from meshrl.common.mesh.process.supervision.exit_reports import LastExit
+from meshrl.common.state.jobs import COUNT_FIELDS, JobRow, Phase
 from meshrl.common.state.pool.workers.rows import (
-    Doing,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
     WorkerRow,
 )
-from meshrl.common.state.registry import LEASE_MS, Entry
-from meshrl.view.mesh.quiet import doing, working
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.mesh.stalled import Stall, redis_silent
-from meshrl.view.mesh.stalled import diagnose as diagnosed
+from meshrl.common.state.registry import LEASE_MS, RegistryEntry
+from meshrl.view.mesh.job_progress import describe_activity, list_working_processes
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.stalls import Stall, make_redis_stall
+from meshrl.view.mesh.stalls import diagnose_stalls as diagnosed
 
 NOW = 1_000_000
 
 
 def entry(
     name: str, *waits: tuple[str, float], renewed_s: float = 1.0, left: bool = False
-) -> Entry:
+) -> RegistryEntry:
     """A process that renewed `renewed_s` ago and waits for (name, seconds)."""
     renewed_ms = NOW - int(renewed_s * 1000)
     expires_ms = renewed_ms + (100 if left else LEASE_MS)
     listed: list[dict[str, Any]] = [
         {"on": on, "what": "ask", "since_ms": NOW - int(s * 1000)} for on, s in waits
     ]
-    return Entry(
+    return RegistryEntry(
         name=name,
         kind=name.partition("/")[0],
         waits=listed,
@@ -50,38 +50,38 @@ NOTHING = MeshSnapshot()
 
 
 def diagnose(
-    entries: Sequence[Entry],
+    entries: Sequence[RegistryEntry],
     mesh: MeshSnapshot,
     now_ms: float,
-    ended: Sequence[LastEnd] = (),
+    ended: Sequence[LastExit] = (),
     jobs: Sequence[JobRow] = (),
     full: str = "",
     stopped: Sequence[str] = (),
 ) -> list[Stall]:
     """The stalls of a mesh with these rows besides."""
-    rows = replace(mesh, entries=entries, now_ms=now_ms, ended=ended, jobs=jobs)
+    rows = replace(mesh, entries=entries, now_ms=now_ms, last_exits=ended, jobs=jobs)
     return diagnosed(rows, full, stopped)
 
 
 def resident(
     id: str = "g1.0",
     job: str = "job",
-    doing: Doing | None = Doing.STARTING,
+    doing: InstancePhase | None = InstancePhase.STARTING,
     age_s: float = 5.0,
     role: Role = Role.ROLLOUT,
     detail: str = "",
     tier: Tier = Tier.ACCELERATOR,
-) -> Resident:
+) -> Instance:
     """A resident whose wish was written so long ago; its worker reports `doing`, or nothing."""
-    report = doing and Report(0, 3, 3, 7, doing, Tier.ACCELERATOR, detail)
+    report = doing and InstanceReport(0, 3, 3, 7, doing, Tier.ACCELERATOR, detail)
     reports = {0: report} if report else {}
     changed_ms = NOW - int(age_s * 1000)
-    return Resident(
+    return Instance(
         id, job, role, tier=tier, generation=3, epoch=3, changed_ms=changed_ms, reports=reports
     )
 
 
-def pool(*residents: Resident, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
+def pool(*residents: Instance, services: tuple[tuple[str, str], ...] = ()) -> MeshSnapshot:
     """A gang of one worker, g1 of w1, with these."""
     gang = Gang("g1", ("w1",), 1, residents)
     return MeshSnapshot((WorkerRow("w1", "h0", "cpu:1", 7, gang="g1"),), (gang,), services=services)
@@ -93,7 +93,7 @@ def pairs(stalls: list[Stall]) -> set[tuple[str, str]]:
 
 def test_a_mesh_in_which_all_renew_and_nobody_waits_long_is_not_stalled() -> None:
     entries = [entry("trainer/job", ("rollout/0", 2.0)), entry("rollout/0")]
-    assert diagnose(entries, pool(resident(doing=Doing.READY, age_s=500)), NOW) == []
+    assert diagnose(entries, pool(resident(doing=InstancePhase.READY, age_s=500)), NOW) == []
 
 
 def test_a_process_that_stopped_renewing_is_named_with_who_waits_for_it() -> None:
@@ -163,7 +163,7 @@ def test_a_process_that_a_signal_has_stopped_is_named_at_once_also_if_replaced()
 def test_a_stall_is_over_at_once_when_who_waited_is_gone_or_nobody_wants_what_is_lost() -> None:
     waiter = entry("trainer/job", ("engine/g1.0", 30.0), renewed_s=10.0)
     lost = entry("engine/g1.0", renewed_s=10.0)
-    wanted = pool(resident(doing=Doing.READY))
+    wanted = pool(resident(doing=InstancePhase.READY))
     (stall,) = diagnose([lost], wanted, NOW)
     assert (stall.waiter, stall.culprit) == ("", "engine/g1.0"), "it is to be there"
     assert diagnose([lost, waiter], NOTHING, NOW) == [], "others do the work of both"
@@ -233,15 +233,17 @@ def test_a_resident_that_does_not_come_to_its_wish_is_a_stall_of_the_planner() -
 
 
 def test_one_that_does_not_go_to_sleep_is_a_stall_and_the_one_beside_it_is_not() -> None:
-    awake = resident("g1.1", "other", Doing.READY, age_s=500)
-    sleepy = resident("g1.0", "job", Doing.MOVING, age_s=45, tier=Tier.MEMORY)
+    awake = resident("g1.1", "other", InstancePhase.READY, age_s=500)
+    sleepy = resident("g1.0", "job", InstancePhase.MOVING, age_s=45, tier=Tier.MEMORY)
     (stall,) = diagnose([], pool(awake, sleepy), NOW)
     assert stall.what == "rollout of job to be at memory on w1"
     assert (stall.culprit, stall.job) == ("worker/w1", "job")
 
 
 def test_one_that_cannot_go_to_sleep_says_why() -> None:
-    stuck = resident(doing=Doing.MOVING, age_s=70, detail="OSError: no room", tier=Tier.DISK)
+    stuck = resident(
+        doing=InstancePhase.MOVING, age_s=70, detail="OSError: no room", tier=Tier.DISK
+    )
     (stall,) = diagnose([entry("engine/g1.0")], pool(stuck), NOW)
     assert stall.reason == "g1.0 is moving at accelerator: OSError: no room"
 
@@ -259,14 +261,14 @@ def test_a_resident_that_waits_for_a_dead_worker_says_so() -> None:
 
 
 def test_a_silent_redis_holds_up_everyone() -> None:
-    (stall,) = redis_silent(3.0)
+    (stall,) = make_redis_stall(3.0)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
 
 
-def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastEnd:
+def gone(name: str, times: int, text: str = "odd", age_s: float = 2.0) -> LastExit:
     error = {"type": "ValueError", "text": text, "where": "calc.py:3", "fix": ""} if text else {}
     at_ms = NOW - int(age_s * 1000)
-    return LastEnd(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
+    return LastExit(name, "job", 1, "exit status 1", at_ms, times, final=False, error=error)
 
 
 def test_a_process_that_errors_end_again_and_again_is_never_nothing() -> None:
@@ -308,11 +310,11 @@ def test_a_reward_that_sleeps_is_named_and_not_the_sandbox_that_waits_for_it() -
 
 def at_work(quiet_s: float, slowest_s: float = 0.0, phase: Phase = Phase.TRAINING) -> JobRow:
     """A job that came further `quiet_s` ago."""
-    counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    counts: dict[str, Any] = dict.fromkeys(COUNT_FIELDS, 0)
     return JobRow(
         id="calc",
         phase=phase,
-        document=JobConfig(budget=BudgetConfig(steps=48)).document(),
+        document=JobConfig(budget=BudgetConfig(steps=48)).to_document(),
         run_dir="",
         lineage=0,
         version=3,
@@ -348,7 +350,7 @@ def test_a_job_that_waits_or_is_paused_is_not_without_progress() -> None:
 # Two jobs on one mesh
 
 
-def asleep() -> list[Entry]:
+def asleep() -> list[RegistryEntry]:
     """Job calc is paused in the middle of its waits; job big goes on."""
     return [
         entry("trainer/calc", ("rollout/calc/0", 600.0)),
@@ -383,9 +385,9 @@ def test_a_stall_is_its_own_job_s_and_names_none_that_serves_another() -> None:
 
 def test_who_waits_for_a_turn_is_told_who_has_it() -> None:
     keeper = replace(entry("worker/w1"), stats={"turn_of": ["g1.1"]})
-    wait = {"on": "worker/w1", "what": "take_turn", "since_ms": NOW - 40_000}
+    wait = {"on": "worker/w1", "what": "acquire_slice", "since_ms": NOW - 40_000}
     waiter = replace(entry("engine/g1.0"), waits=[wait])
-    turns = pool(resident(doing=Doing.READY), resident("g1.1", "big", Doing.READY))
+    turns = pool(resident(doing=InstancePhase.READY), resident("g1.1", "big", InstancePhase.READY))
     (stall,) = diagnose([keeper, waiter, entry("engine/g1.1")], turns, NOW)
     assert (stall.waiter, stall.culprit, stall.job) == ("engine/g1.0", "engine/g1.1", "job")
     assert "engine/g1.1 has the turn and has not given it back" in stall.reason
@@ -412,7 +414,7 @@ def test_a_shard_that_is_planned_and_not_there_is_its_agent_s() -> None:
     assert stall.culprit == "node/h0"
 
 
-def of_host(name: str, takes: list[str], renewed_s: float = 1.0) -> Entry:
+def of_host(name: str, takes: list[str], renewed_s: float = 1.0) -> RegistryEntry:
     """An agent, which says what its host takes."""
     agent = entry(f"node/{name}", renewed_s=renewed_s)
     return replace(agent, host=name, stats={"takes": takes})
@@ -442,14 +444,14 @@ def test_the_only_host_that_takes_a_service_is_named_while_it_is_away() -> None:
 def test_what_a_process_does_is_said_with_its_lag_and_its_longest_wait() -> None:
     engine = replace(entry("engine/g1"), pid=7, stats={"loop_lag_ms": 4200.0, "running": 3})
     trainer = entry("trainer/calc", ("rollout/0", 3.0), ("weights", 40.0))
-    assert [e.name for e in working([engine, entry("weights"), trainer])] == [
+    assert [e.name for e in list_working_processes([engine, entry("weights"), trainer])] == [
         "trainer/calc",
         "engine/g1",
     ]
-    assert doing(engine, NOW) == (
+    assert describe_activity(engine, NOW) == (
         "engine/g1 (7): ready, its event loop is 4.2 s late, running 3, waits for nobody"
     )
-    assert "waits for weights (ask) since 40 s" in doing(trainer, NOW)
+    assert "waits for weights (ask) since 40 s" in describe_activity(trainer, NOW)
 
 
 def test_a_wait_for_room_leads_to_the_disk_that_is_full() -> None:

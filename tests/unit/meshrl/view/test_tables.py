@@ -12,31 +12,31 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.supervision.ended import LastEnd
-from meshrl.common.state.jobs import COUNTS, JobRow, Phase
+from meshrl.common.mesh.process.supervision.exit_reports import LastExit
+from meshrl.common.state.jobs import COUNT_FIELDS, JobRow, Phase
 from meshrl.common.state.pool.workers.rows import (
-    Doing,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
     WorkerRow,
 )
-from meshrl.common.state.registry import Entry
-from meshrl.view.live import printing, tables
-from meshrl.view.live.mesh_view import MeshLines, screen
-from meshrl.view.live.view import roles
-from meshrl.view.mesh.frames import Frame, frame
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.view.live import console_tables, mesh_tables
+from meshrl.view.live.mesh_view import MeshLines, render_screen
+from meshrl.view.live.run_view import format_roles
+from meshrl.view.mesh.mesh_frames import MeshFrame, build_frame
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
 from meshrl.view.mesh.rates import TokenRate
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.mesh.workers import lines
+from meshrl.view.mesh.worker_lines import list_worker_lines
 
 WAITS = "waiting: it needs 2 workers, and 1 is idle"
 
 
 def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -> JobRow:
-    document = JobConfig(name=name).document()
+    document = JobConfig(name=name).to_document()
     return JobRow(
         id=name,
         phase=phase,
@@ -51,13 +51,13 @@ def row(name: str, held: str = "", phase: Phase = Phase.TRAINING, **pool: Any) -
         admitted=0,
         error="it broke" if phase == Phase.FAILED else "",
         held=held,
-        **cast(dict[str, Any], dict.fromkeys(COUNTS, 0)),
+        **cast(dict[str, Any], dict.fromkeys(COUNT_FIELDS, 0)),
     )
 
 
-def resident(id: str, job: str, role: Role, **more: Any) -> Resident:
-    report = Report(0, 1, 1, 7, Doing.READY, more.get("tier", Tier.ACCELERATOR))
-    return Resident(id, job, role, reports={0: report}, **more)
+def resident(id: str, job: str, role: Role, **more: Any) -> Instance:
+    report = InstanceReport(0, 1, 1, 7, InstancePhase.READY, more.get("tier", Tier.ACCELERATOR))
+    return Instance(id, job, role, reports={0: report}, **more)
 
 
 MESH = MeshSnapshot(
@@ -91,20 +91,22 @@ def test_jobs_stand_beside_each_other_with_what_they_have_and_why_not() -> None:
         row("b", WAITS, Phase.QUEUED),
         row("c", "paused: job a has priority 2", Phase.FINISHED),
     ]
-    shown = printed(tables.jobs(replace(MESH, jobs=rows, entitled={"a": 2, "b": 0})))
+    shown = printed(
+        mesh_tables.make_jobs_table(replace(MESH, jobs=rows, entitlements={"a": 2, "b": 0}))
+    )
     assert shown[1:] == [
         ["a", "training", "3/48", "1/2", "2", "3", "0", "/runs/a"],
         ["b", "waiting", "3/48", "1/0", "0", "1", "0", "/runs/b"],
         ["c", "finished", "3/48", "0", "1", "0", "/runs/c"],
     ]
-    assert printed(tables.jobs(replace(MESH, jobs=rows[:1])))[1][3] == "1"
-    assert tables.whys(rows) == [f"b is {WAITS}"]
+    assert printed(mesh_tables.make_jobs_table(replace(MESH, jobs=rows[:1])))[1][3] == "1"
+    assert mesh_tables.list_block_reasons(rows) == [f"b is {WAITS}"]
 
 
 def test_workers_are_listed_with_all_that_resides_on_them() -> None:
     said = {"running": 31, "version": 9, "job": "a"}
-    engine = Entry(name="engine/g0.1", kind="engine", alive=True, stats=said)
-    shown = printed(tables.workers(replace(MESH, entries=[engine])))
+    engine = RegistryEntry(name="engine/g0.1", kind="engine", alive=True, stats=said)
+    shown = printed(mesh_tables.make_workers_table(replace(MESH, entries=[engine])))
     on = "accelerator"
     assert shown[1:] == [
         ["w0", "cpu:0", "g0", "g0.0", "a", "training", on, "ready", "core, by turns"],
@@ -136,7 +138,7 @@ def test_workers_are_listed_with_all_that_resides_on_them() -> None:
 
 
 def test_the_same_is_json() -> None:
-    found = json.loads(json.dumps(tables.document(MESH)))
+    found = json.loads(json.dumps(mesh_tables.to_document(MESH)))
     assert [w["id"] for w in found["workers"]] == ["w0", "w1", "w2", "w3"]
     assert found["gangs"][1]["residents"][0]["tier"] == "disk"
 
@@ -145,28 +147,32 @@ LONG = "a-name-that-somebody-has-given-to-a-job-of-his-and-has-to-type-again"
 
 
 def test_no_name_is_cut_however_narrow_the_terminal_and_nothing_where_a_program_reads() -> None:
-    notes = {0: Report(0, 1, 1, 7, Doing.STARTING, Tier.ACCELERATOR, "so " * 40)}
+    notes = {0: InstanceReport(0, 1, 1, 7, InstancePhase.STARTING, Tier.ACCELERATOR, "so " * 40)}
     starts = replace(resident("g0.0", LONG, Role.TRAINING), reports=notes)
-    table = tables.workers(MeshSnapshot(MESH.workers, (Gang("g0", ("w0",), 1, (starts,)),)))
+    table = mesh_tables.make_workers_table(
+        MeshSnapshot(MESH.workers, (Gang("g0", ("w0",), 1, (starts,)),))
+    )
     for terminal in (80, None):
-        console = Console(width=printing.width(table, terminal), file=StringIO())
+        console = Console(width=console_tables.measure_width(table, terminal), file=StringIO())
         console.print(table)
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert LONG in text and "…" not in text
         assert (("so " * 40).strip() in text) == (terminal is None), "a note may take several lines"
-    assert printing.width(table, 400) == 400
+    assert console_tables.measure_width(table, 400) == 400
 
 
 def test_what_went_wrong_is_said_below() -> None:
-    end = LastEnd("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
-    assert tables.ends(MeshSnapshot(ended=[end], now_ms=100_000)) == [
+    end = LastExit("rollout/a/0", "a", 1, "exit status 1", 98_000, 3, final=False)
+    assert mesh_tables.format_exits(MeshSnapshot(last_exits=[end], now_ms=100_000)) == [
         "rollout/a/0 ended 2 s ago, 3 times in all: exit status 1"
     ]
 
 
-def shard(job: str, tokens: float, in_flight: int) -> Entry:
+def shard(job: str, tokens: float, in_flight: int) -> RegistryEntry:
     stats = {"tokens": tokens, "in_flight": in_flight}
-    return Entry(f"rollout/{job}/0", "rollout", alive=True, stats=stats, renewed_ms=1_000_000)
+    return RegistryEntry(
+        f"rollout/{job}/0", "rollout", alive=True, stats=stats, renewed_ms=1_000_000
+    )
 
 
 def steps(*rewards: float) -> list[dict[str, Any]]:
@@ -185,9 +191,9 @@ def mesh(at_s: float = 0.0, *rows: JobRow) -> MeshSnapshot:
     return replace(MESH, jobs=rows or ROWS, entries=entries, steps=took, now_ms=1_000_000)
 
 
-def shown(*rows: JobRow) -> tuple[MeshSnapshot, Frame]:
+def shown(*rows: JobRow) -> tuple[MeshSnapshot, MeshFrame]:
     found = mesh(1.0, *rows)
-    return found, frame(found, {"a": 100.0, "b": 10.0}, "/mesh")
+    return found, build_frame(found, {"a": 100.0, "b": 10.0}, "/mesh")
 
 
 def test_each_job_has_its_own_figures() -> None:
@@ -195,13 +201,16 @@ def test_each_job_has_its_own_figures() -> None:
     assert (a.rolled_out_s, a.trained_s, a.in_flight) == pytest.approx((100.0, 250.0, 7))
     assert (b.rolled_out_s, b.trained_s, b.in_flight) == pytest.approx((10.0, 0.0, 3))
     assert (a.rewards, b.rewards) == ((0.25, 0.5), ())
-    assert roles(list(lines(mesh())), "a") == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
+    assert (
+        format_roles(list(list_worker_lines(mesh())), "a")
+        == f"w0:{Role.TRAINING} w0:{Role.ROLLOUT}"
+    )
 
 
 def test_a_rate_is_of_the_last_seconds_and_of_one_process() -> None:
     rate = TokenRate()
-    assert [rate.see(at_s, 100 * at_s) for at_s in (10.0, 20.0, 30.0)] == [0.0, 100.0, 100.0]
-    assert (rate.see(31.0, 5.0), rate.see(32.0, 15.0)) == (0.0, 10.0)
+    assert [rate.update(at_s, 100 * at_s) for at_s in (10.0, 20.0, 30.0)] == [0.0, 100.0, 100.0]
+    assert (rate.update(31.0, 5.0), rate.update(32.0, 15.0)) == (0.0, 10.0)
 
 
 def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
@@ -214,7 +223,7 @@ def test_a_job_that_stands_still_is_named_and_one_that_waits_is_not() -> None:
 def test_the_screen_has_all_jobs_and_all_workers() -> None:
     console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     failed = row("c", phase=Phase.FAILED)
-    console.print(screen(*shown(*ROWS, failed), 65.0, "/mesh"))
+    console.print(render_screen(*shown(*ROWS, failed), 65.0, "/mesh"))
     text = console.export_text()
     for wanted in ("3 jobs", "1:05", "3/48", "0.500", f"b is {WAITS}", "c failed: it broke", "w3"):
         assert wanted in text, wanted

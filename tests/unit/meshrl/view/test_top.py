@@ -14,36 +14,42 @@ from typer.testing import CliRunner
 from meshrl.cli import app
 from meshrl.common.state import events, leader
 from meshrl.common.state.jobs import Phase
-from meshrl.common.state.pool.placing.snapshot import Move
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.store.explained import JUDGED, Explained, judged_of
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import EVENTS, PLANNER
-from meshrl.common.state.registry import Entry
-from meshrl.run.following.top import TopScreen
-from meshrl.view.live.top_screen import screen, tables
-from meshrl.view.mesh.frames import Frame, JobFrame, frame
-from meshrl.view.mesh.rates import steps_per_min, wait_share
+from meshrl.common.state.pool.scheduling.snapshot import Move
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.store.planner_reports import (
+    MOVE_OUTCOME_EVENT,
+    JobPrediction,
+    decode_move_outcome,
+)
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import EVENTS, PLANNER_ELECTION
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.run.monitoring.mesh_top import TopScreen
+from meshrl.view.live.top_screen import render_screen, render_tables
+from meshrl.view.mesh.mesh_frames import JobFrame, MeshFrame, build_frame
+from meshrl.view.mesh.rates import compute_steps_per_min, compute_wait_share
 from tests.unit.meshrl.run.conftest import JOB, HeldMesh, held
 from tests.unit.meshrl.view.test_tables import MESH, WAITS, row
 
 NOW_MS = 1_000_000
 ENTRIES = [
-    Entry(
+    RegistryEntry(
         "rollout/a/0",
         "rollout",
         alive=True,
         stats={"tokens": 0, "in_flight": 7, "waiting": 2},
         renewed_ms=NOW_MS,
     ),
-    Entry(
+    RegistryEntry(
         "engine/g0.1",
         "engine",
         alive=True,
         stats={"job": "a", "running": 31, "waiting": 4, "version": 9, "tensor_parallel": 2},
     ),
-    Entry("node/h0", "node", alive=True, host="h0", stats={"cores": 2.0, "busy_cores": 1.26}),
-    Entry("node/h1", "node", alive=True, host="h1"),
+    RegistryEntry(
+        "node/h0", "node", alive=True, host="h0", stats={"cores": 2.0, "busy_cores": 1.26}
+    ),
+    RegistryEntry("node/h1", "node", alive=True, host="h1"),
 ]
 MOVE = Move(
     "g4.2",
@@ -53,7 +59,9 @@ MOVE = Move(
     {"job": "b", "role": "training"},
     {"policy": "stage_time", "from": "training", "to": "rollout", "predicted_s": 0.81},
 )
-MOVE_JUDGED = judged_of(NOW_MS, {"job": "a", "resident": "g0.1", "to": "rollout", "paid": True})
+MOVE_JUDGED = decode_move_outcome(
+    NOW_MS, {"job": "a", "resident": "g0.1", "to": "rollout", "paid": True}
+)
 
 
 def steps(*took_s: float) -> list[dict[str, Any]]:
@@ -66,19 +74,21 @@ def steps(*took_s: float) -> list[dict[str, Any]]:
     ]
 
 
-def made(*rows: Any) -> Frame:
-    told = {name: Explained(0.8, binds="latency", verdict="no split is better") for name in "ab"}
+def made(*rows: Any) -> MeshFrame:
+    told = {
+        name: JobPrediction(0.8, binds="latency", verdict="no split is better") for name in "ab"
+    }
     mesh = replace(
         MESH,
         jobs=rows or (row("a"), row("b", WAITS, Phase.QUEUED)),
         entries=ENTRIES,
         now_ms=NOW_MS,
-        entitled={"a": 2, "b": 1},
-        explained=told,
-        moves=[MOVE],
+        entitlements={"a": 2, "b": 1},
+        predictions=told,
+        moves_in_progress=[MOVE],
         steps={"a": steps(3.0, 4.0, 9.0)},
     )
-    return frame(mesh, {}, "/mesh", [MOVE_JUDGED])
+    return build_frame(mesh, {}, "/mesh", [MOVE_JUDGED])
 
 
 def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
@@ -93,15 +103,15 @@ def test_a_job_has_its_rates_and_what_is_predicted_of_it() -> None:
 
 def test_steps_a_minute_are_of_the_median_step_or_of_the_one_that_takes_longer() -> None:
     ends = [0, 3_000, 7_000, 16_000]
-    assert steps_per_min(ends, 17_000) == 15.0
-    assert steps_per_min(ends, 28_000) == 5.0
-    assert steps_per_min(ends[:2], 28_000) is None
-    assert steps_per_min([5, 5, 5], 5) is None
+    assert compute_steps_per_min(ends, 17_000) == 15.0
+    assert compute_steps_per_min(ends, 28_000) == 5.0
+    assert compute_steps_per_min(ends[:2], 28_000) is None
+    assert compute_steps_per_min([5, 5, 5], 5) is None
 
 
 def test_the_trainers_wait_is_of_the_steps_that_tell_of_it() -> None:
-    assert wait_share([]) is None
-    assert wait_share([{"step": 1}, {"wait_s": 1.0, "train_s": 3.0}]) == 0.25
+    assert compute_wait_share([]) is None
+    assert compute_wait_share([{"step": 1}, {"wait_s": 1.0, "train_s": 3.0}]) == 0.25
 
 
 def test_gangs_residents_hosts_and_moves_are_told() -> None:
@@ -124,9 +134,9 @@ def test_gangs_residents_hosts_and_moves_are_told() -> None:
     assert (move.since_s, move.left_s, move.predicted_s) == (4.0, 26.0, 0.81)
 
 
-def shown(found: Frame) -> list[str]:
+def shown(found: MeshFrame) -> list[str]:
     console = Console(file=StringIO(), width=200, record=True)
-    for part in tables(found):
+    for part in render_tables(found):
         console.print(part)
     return [" ".join(line.split()) for line in console.export_text().splitlines()]
 
@@ -146,12 +156,12 @@ def test_the_screen_has_all_of_it_and_why_it_is_not_of_now() -> None:
     ):
         assert wanted in lines, "\n".join(lines)
     console = Console(file=StringIO(), width=120, record=True)
-    console.print(screen(made(), trouble="redis does not answer; asking again"))
+    console.print(render_screen(made(), stale_reason="redis does not answer; asking again"))
     assert "redis does not answer" in console.export_text()
 
 
 def test_a_mesh_without_jobs_says_so() -> None:
-    assert shown(Frame("/mesh")) == ["no job goes on"]
+    assert shown(MeshFrame("/mesh")) == ["no job goes on"]
 
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.FINISHED])
@@ -185,11 +195,11 @@ def judged(step: int) -> dict[str, Any]:
     return move | {"from": "rollout", "to": "training"} | times | fate
 
 
-async def explain(state: State) -> None:
+async def explain(state: StateClient) -> None:
     """What a leader that has judged a move leaves behind."""
-    token = await leader.campaign(state, PLANNER, "planner/0.one", 60_000)
-    assert await pool.write(state, token, "op", [], {"explained": {JOB: NOW}}) == []
-    await events.append(state, JUDGED, judged(8))
+    token = await leader.campaign(state, PLANNER_ELECTION, "planner/0.one", 60_000)
+    assert await pool.write_decisions(state, token, "op", [], {"explained": {JOB: NOW}}) == []
+    await events.append(state, MOVE_OUTCOME_EVENT, judged(8))
 
 
 def test_one_frame_is_printed_without_a_terminal_and_one_document_for_programs(
@@ -209,8 +219,8 @@ def test_one_frame_is_printed_without_a_terminal_and_one_document_for_programs(
 def test_moves_are_known_that_redis_has_let_go_of(held: HeldMesh) -> None:
     held.ask(explain)
     held.record()
-    held.ask(lambda state: state.command("DEL", EVENTS))
-    held.ask(lambda state: events.append(state, JUDGED, judged(20)))
+    held.ask(lambda state: state.run_command("DEL", EVENTS))
+    held.ask(lambda state: events.append(state, MOVE_OUTCOME_EVENT, judged(20)))
     found = json.loads(meshrl("top", "--mesh", str(held.root), "--json"))
     assert [move["step"] for move in found["judged"]] == [8, 20]
     told = json.loads(meshrl("status", "--why", JOB, "--mesh", str(held.root), "--json"))
@@ -238,11 +248,11 @@ def test_the_last_frame_stays_while_redis_is_away(
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     with TopScreen() as view:
-        view.say("no frame yet")
-        view.show(Frame("/mesh", (JobFrame("a", "training", "", "", "", 3, 48),)))
+        view.print_line("no frame yet")
+        view.show(MeshFrame("/mesh", (JobFrame("a", "training", "", "", "", 3, 48),)))
         assert "no frame yet" in capsys.readouterr().out
-        view.say("redis does not answer; asking again")
+        view.print_line("redis does not answer; asking again")
         shown = capsys.readouterr().out
         assert "redis does not answer" in shown and "3/48" in shown
-        view.show(Frame("/mesh"))
+        view.show(MeshFrame("/mesh"))
         assert "redis" not in capsys.readouterr().out

@@ -12,27 +12,44 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from meshrl.common.base.files import lines
+from meshrl.common.base.files import json_lines
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import JobRow, Phase
 from meshrl.common.state.pool.workers.rows import (
-    Doing,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
     WorkerRow,
 )
-from meshrl.common.state.registry import Entry
-from meshrl.view import storage
-from meshrl.view.history.failures import AGAIN_S, Heard, ShownFailures, of_share
-from meshrl.view.history.news import told
-from meshrl.view.history.run_snapshot import RunHistory, RunReading, evaluation, snapshot
-from meshrl.view.live.view import RunLines, clock, evaluation_line, screen, sparkline, step_line
-from meshrl.view.mesh.rates import time_to_go
-from meshrl.view.mesh.snapshot import MeshSnapshot
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.view import disk_full
+from meshrl.view.history.event_text import format_event
+from meshrl.view.history.job_failures import (
+    COUNT_INTERVAL_S,
+    FailureCounter,
+    FailurePrinter,
+    format_share,
+)
+from meshrl.view.history.run_snapshot import (
+    RunHistory,
+    RunReading,
+    build_snapshot,
+    parse_evaluation,
+)
+from meshrl.view.live.run_view import (
+    RunLines,
+    draw_sparkline,
+    format_duration,
+    format_evaluation,
+    format_step,
+    render_screen,
+)
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.rates import estimate_remaining_s
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -57,7 +74,7 @@ def job(phase: str, steps_done: int) -> JobRow:
     return JobRow(
         id="tiny",
         phase=Phase(phase),
-        document=JobConfig().document(),
+        document=JobConfig().to_document(),
         run_dir="/run",
         lineage=0,
         version=steps_done,
@@ -71,10 +88,12 @@ def job(phase: str, steps_done: int) -> JobRow:
     )
 
 
-def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Resident:
+def resident(gang: str, number: int, of: str, role: Role, **more: Any) -> Instance:
     """One that is ready where it is to be, unless `more` says otherwise."""
-    report = Report(0, 1, 1, 7, more.pop("doing", Doing.READY), more.pop("at", Tier.ACCELERATOR))
-    return Resident(f"{gang}.{number}", of, role, reports={0: report}, **more)
+    report = InstanceReport(
+        0, 1, 1, 7, more.pop("doing", InstancePhase.READY), more.pop("at", Tier.ACCELERATOR)
+    )
+    return Instance(f"{gang}.{number}", of, role, reports={0: report}, **more)
 
 
 MESH = MeshSnapshot(
@@ -87,7 +106,9 @@ MESH = MeshSnapshot(
             1,
             (
                 resident("g1", 0, "tiny", Role.ROLLOUT),
-                resident("g1", 1, "big", Role.ROLLOUT, tier=Tier.MEMORY, doing=Doing.MOVING),
+                resident(
+                    "g1", 1, "big", Role.ROLLOUT, tier=Tier.MEMORY, doing=InstancePhase.MOVING
+                ),
             ),
         ),
         Gang("g2", ("w2",), 1, (resident("g2", 0, "big", Role.TRAINING, core=True),)),
@@ -102,47 +123,49 @@ EVALUATIONS = [
 
 
 def reading(at: float, tokens: float, *events: Event) -> RunReading:
-    rollout = Entry(
+    rollout = RegistryEntry(
         name="rollout/tiny/0",
         kind="rollout",
         alive=True,
         stats={"tokens": tokens, "in_flight": 7, "bounds": [64, 128], "histogram": [5, 1, 1]},
     )
-    other = Entry(
+    other = RegistryEntry(
         name="rollout/big/0",
         kind="rollout",
         alive=True,
         stats={"tokens": 10 * tokens, "in_flight": 90, "bounds": [64, 128], "histogram": [9, 9, 9]},
     )
     said = {"running": 31, "version": 9, "job": "tiny"}
-    engine = Entry(name="engine/g1.0", kind="engine", alive=True, stats=said)
+    engine = RegistryEntry(name="engine/g1.0", kind="engine", alive=True, stats=said)
     return RunReading(
-        at=at,
+        elapsed_s=at,
         job=job("training", 3),
-        rows=[row(1), row(2), row(3)],
+        step_rows=[row(1), row(2), row(3)],
         mesh=replace(
             MESH,
             entries=[rollout, other, engine],
             jobs=[job("training", 3), replace(job("queued", 0), id="big", held=WAITS)],
         ),
-        evaluations=list(map(evaluation, EVALUATIONS)),
+        evaluations=list(map(parse_evaluation, EVALUATIONS)),
         events=events,
     )
 
 
 def test_a_snapshot_says_where_the_run_stands() -> None:
-    shot = snapshot(reading(10.0, 0), RunHistory())
+    shot = build_snapshot(reading(10.0, 0), RunHistory())
     assert (shot.step, shot.steps, shot.phase) == (3, JobConfig().budget.steps, "training")
     assert shot.rewards == pytest.approx((0.1, 0.2, 0.3))
-    assert shot.trained_s == pytest.approx(500.0)
+    assert shot.trained_tokens_per_s == pytest.approx(500.0)
     assert shot.eta_s == 2.0 * (JobConfig().budget.steps - 3)
-    assert [e.greedy for e in shot.evaluations] == [0.01, None]
-    assert (shot.in_flight, shot.histogram, shot.bounds) == (7, (5, 1, 1), (64, 128))
+    assert [e.greedy_reward for e in shot.evaluations] == [0.01, None]
+    assert (shot.in_flight, shot.histogram, shot.histogram_bounds) == (7, (5, 1, 1), (64, 128))
 
 
 def test_workers_are_shown_with_all_that_resides_on_them() -> None:
-    shot = snapshot(reading(10.0, 0), RunHistory())
-    told = [(w.worker, w.gang, w.job, w.role, w.tier, w.state, w.doing) for w in shot.workers]
+    shot = build_snapshot(reading(10.0, 0), RunHistory())
+    told = [
+        (w.worker, w.gang, w.job, w.role, w.tier, w.state, w.activity) for w in shot.worker_lines
+    ]
     on, training, rollout = Tier.ACCELERATOR, Role.TRAINING, Role.ROLLOUT
     assert told == [
         ("w0", "g0", "tiny", training, on, "ready", "core"),
@@ -150,14 +173,16 @@ def test_workers_are_shown_with_all_that_resides_on_them() -> None:
         ("w1", "g1", "big", rollout, on, "moving", ""),
         ("w3", "", "", Role.IDLE, Tier.ABSENT, "idle", ""),
     ]
-    assert shot.workers[2].wanted == Tier.MEMORY
-    assert (shot.elsewhere.others, shot.elsewhere.idle) == (1, 0), "w2 serves the other job alone"
+    assert shot.worker_lines[2].desired_tier == Tier.MEMORY
+    assert (shot.hidden_workers.busy_elsewhere, shot.hidden_workers.idle) == (1, 0), (
+        "w2 serves the other job alone"
+    )
 
 
 def test_another_job_is_one_line_and_none_of_its_figures_is_this_one_s() -> None:
-    shot = snapshot(reading(10.0, 0), RunHistory())
+    shot = build_snapshot(reading(10.0, 0), RunHistory())
     steps = JobConfig().budget.steps
-    assert shot.others == (f"big: {WAITS}, step 0/{steps}, 2 workers",)
+    assert shot.other_jobs == (f"big: {WAITS}, step 0/{steps}, 2 workers",)
     assert (shot.in_flight, shot.histogram) == (7, (5, 1, 1))
 
 
@@ -167,11 +192,11 @@ def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[st
     for held in ("", paused, paused, ""):
         look = reading(10.0, 0)
         look.job = replace(look.job, held=held)
-        shot = snapshot(look, history)
+        shot = build_snapshot(look, history)
         lines.show(shot, [])
         if held:
             console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-            console.print(screen(shot, Path("runs/tiny")))
+            console.print(render_screen(shot, Path("runs/tiny")))
             assert paused in console.export_text()
     printed = capsys.readouterr().out
     assert printed.count(paused) == 1 and printed.count("the job runs") == 1
@@ -180,18 +205,20 @@ def test_a_job_that_waits_or_is_paused_says_why(capsys: pytest.CaptureFixture[st
 def test_the_rate_is_over_the_last_seconds_and_survives_a_restart() -> None:
     history = RunHistory()
     for second in range(20):
-        shot = snapshot(reading(float(second), second * 100.0), history)
-    assert shot.rolled_out_s == pytest.approx(100.0)
-    assert snapshot(reading(20.0, 5.0), history).rolled_out_s == 0.0
-    assert snapshot(reading(21.0, 105.0), history).rolled_out_s == pytest.approx(100.0)
+        shot = build_snapshot(reading(float(second), second * 100.0), history)
+    assert shot.rollout_tokens_per_s == pytest.approx(100.0)
+    assert build_snapshot(reading(20.0, 5.0), history).rollout_tokens_per_s == 0.0
+    assert build_snapshot(reading(21.0, 105.0), history).rollout_tokens_per_s == pytest.approx(
+        100.0
+    )
 
 
 def test_the_time_to_go_is_of_the_steps_that_are_left_though_the_first_are_not_shown() -> None:
-    assert time_to_go([row(5), row(6), row(7)], 10) == 2.0 * 3
+    assert estimate_remaining_s([row(5), row(6), row(7)], 10) == 2.0 * 3
 
 
 def test_no_time_to_go_before_three_steps() -> None:
-    assert time_to_go([row(1), row(2)], 10) is None
+    assert estimate_remaining_s([row(1), row(2)], 10) is None
 
 
 MOVE = Event(
@@ -210,24 +237,24 @@ MOVE = Event(
 
 
 def test_events_become_news_for_people() -> None:
-    assert told(MOVE) == (
+    assert format_event(MOVE) == (
         "g1 moved from rollout to training: rollout 0.80 s, training 1.30 s a step"
     )
     late = replace(MOVE, fields=MOVE.fields | {"undone": True})
-    assert told(late) == "g1 is rollout again: it did not become training in time"
+    assert format_event(late) == "g1 is rollout again: it did not become training in time"
     paused = Event("2-0", 2, "admission", {"job": "tiny", "held": "paused: job big"})
-    assert told(paused) == "the job is paused: job big"
-    assert told(replace(paused, fields={"job": "tiny", "held": ""})) == "the job runs"
+    assert format_event(paused) == "the job is paused: job big"
+    assert format_event(replace(paused, fields={"job": "tiny", "held": ""})) == "the job runs"
     killed = Event("2-0", 2, "process_ended", {"name": "weights", "why": "signal 9", "code": -9})
     asked = Event("3-0", 3, "process_ended", {"name": "weights", "why": "stopped", "code": 0})
-    assert "weights ended (signal 9)" in told(killed)
-    assert told(asked) == ""
+    assert "weights ended (signal 9)" in format_event(killed)
+    assert format_event(asked) == ""
 
 
 def test_the_live_view_holds_everything_that_was_asked_for() -> None:
     console = Console(width=110, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    shot = snapshot(reading(65.0, 0, MOVE), RunHistory())
-    console.print(screen(shot, Path("runs/tiny")))
+    shot = build_snapshot(reading(65.0, 0, MOVE), RunHistory())
+    console.print(render_screen(shot, Path("runs/tiny")))
     text = console.export_text()
     for wanted in (
         "step 3/48",
@@ -257,7 +284,7 @@ def test_the_live_view_holds_everything_that_was_asked_for() -> None:
 def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     lines = RunLines()
     first = reading(10.0, 0)
-    shot = snapshot(first, RunHistory())
+    shot = build_snapshot(first, RunHistory())
     lines.show(shot, [row(1)])
     lines.show(shot, [row(1), row(2)])
     lines.show(shot, [row(1), row(2)])
@@ -268,12 +295,16 @@ def test_without_a_terminal_there_is_one_line_a_step(capsys: pytest.CaptureFixtu
 
 
 def test_a_sparkline_shows_small_values_as_something() -> None:
-    assert sparkline([0, 1, 100]) == " ▁█"
-    assert sparkline([]) == ""
+    assert draw_sparkline([0, 1, 100]) == " ▁█"
+    assert draw_sparkline([]) == ""
 
 
 def test_durations_are_written_as_clocks() -> None:
-    assert [clock(5), clock(65), clock(3665)] == ["0:05", "1:05", "1:01:05"]
+    assert [format_duration(5), format_duration(65), format_duration(3665)] == [
+        "0:05",
+        "1:05",
+        "1:01:05",
+    ]
 
 
 REFUSED = {
@@ -290,23 +321,23 @@ def ended(name: str, **more: Any) -> Event:
 
 
 def test_the_end_of_a_process_is_told_with_its_error_and_how_often() -> None:
-    again = told(ended("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3))
+    again = format_event(ended("rollout/0", error={"type": "ValueError", "text": "odd"}, times=3))
     assert again == "rollout/0 ended by ValueError: odd; it starts again, 3 times so far"
-    final = told(ended("engine/g1", error=REFUSED, final=True))
+    final = format_event(ended("engine/g1", error=REFUSED, final=True))
     assert "ConfigError: slots of 320 tokens" in final and "(at rollout.max_tokens)" in final
     assert final.endswith("it is not started again")
     failed = Event("5-0", 5, "phase", {"job": "tiny", "phase": "failed", "error": "so"})
-    assert told(failed) == "the job failed: so"
+    assert format_event(failed) == "the job failed: so"
 
 
 def test_without_a_terminal_every_end_has_its_line_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines, history = RunLines(), RunHistory()
-    first = snapshot(reading(10.0, 0, ended("engine/g1")), history)
+    first = build_snapshot(reading(10.0, 0, ended("engine/g1")), history)
     lines.show(first, [row(1)])
     lines.show(first, [row(1)])
-    lines.show(snapshot(reading(11.0, 0, ended("engine/g1", times=2)), history), [row(1)])
+    lines.show(build_snapshot(reading(11.0, 0, ended("engine/g1", times=2)), history), [row(1)])
     printed = capsys.readouterr().out
     assert printed.count("[0:10] engine/g1 ended (exit status 1); it starts again\n") == 1
     assert printed.count("it starts again, 2 times so far") == 1
@@ -318,7 +349,7 @@ def test_a_process_that_ends_again_and_again_is_told_of_ever_more_rarely(
     lines, history = RunLines(), RunHistory()
     for times in range(1, 101):
         look = reading(10.0, 0, ended("environment-rollout-0-0", times=times))
-        lines.show(snapshot(look, history), [])
+        lines.show(build_snapshot(look, history), [])
     assert capsys.readouterr().out.count("environment-rollout-0-0 ended") == 3 + 5
 
 
@@ -340,17 +371,17 @@ def failure(count: int = 1, **more: Any) -> Event:
 
 
 def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_step() -> None:
-    heard, told = Heard([failure()]), ShownFailures()
-    assert told.news(heard.all, False, 1.0) == [f"reward raised at {WHERE}: ValueError: no"]
-    heard.hear(failure(5))
-    assert told.news(heard.all, False, 2.0) == []
-    assert told.news(heard.all, True, 3.0) == [f"failed so far: reward raised 6 ({WHERE})"]
-    assert told.news(heard.all, True, 4.0) == [], "nothing new"
+    heard, told = FailureCounter([failure()]), FailurePrinter()
+    assert told.format_new(heard.kinds, False, 1.0) == [f"reward raised at {WHERE}: ValueError: no"]
+    heard.add(failure(5))
+    assert told.format_new(heard.kinds, False, 2.0) == []
+    assert told.format_new(heard.kinds, True, 3.0) == [f"failed so far: reward raised 6 ({WHERE})"]
+    assert told.format_new(heard.kinds, True, 4.0) == [], "nothing new"
     hung = failure(0, kind="reward timed out", text="reward took more than 5 s", calls=1)
-    heard.hear(hung)
-    assert told.news(heard.all, False, 5.0)[0].startswith("reward timed out at ")
-    heard.hear(hung)
-    assert told.news(heard.all, False, 6.0 + AGAIN_S) == [
+    heard.add(hung)
+    assert told.format_new(heard.kinds, False, 5.0)[0].startswith("reward timed out at ")
+    heard.add(hung)
+    assert told.format_new(heard.kinds, False, 6.0 + COUNT_INTERVAL_S) == [
         f"failed so far: reward timed out 0, 2 calls given up ({WHERE})"
     ], "also where no step comes"
 
@@ -358,18 +389,18 @@ def test_the_first_of_each_kind_is_said_at_once_and_then_its_count_with_each_ste
 def test_plain_lines_tell_of_failures_and_of_each_steps_share(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    shot = snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
+    shot = build_snapshot(reading(10.0, 0.0, failure(3)), RunHistory())
     lines = RunLines()
     lines.show(shot, [])
     assert f"reward raised at {WHERE}: ValueError: no" in capsys.readouterr().out
-    assert "  failed 12 %  " in step_line(row(1, failed_share=0.125), shot)
-    assert "  failed 0 %  " in step_line(row(1), shot)
+    assert "  failed 12 %  " in format_step(row(1, failed_share=0.125), shot)
+    assert "  failed 0 %  " in format_step(row(1), shot)
 
 
 def test_a_figure_says_of_which_share_of_its_samples_it_is() -> None:
-    assert (of_share(0.4), of_share(1.0), of_share(None)) == (" of 40 %", "", "")
-    assert of_share(0.999) == " of 99.9 %"
-    some = evaluation(
+    assert (format_share(0.4), format_share(1.0), format_share(None)) == (" of 40 %", "", "")
+    assert format_share(0.999) == " of 99.9 %"
+    some = parse_evaluation(
         {
             "tag": "step-10",
             "step": 10,
@@ -380,11 +411,11 @@ def test_a_figure_says_of_which_share_of_its_samples_it_is() -> None:
         }
     )
     said = "held-out after step 10: 0.361 sampled of 40 %, more.mean 0.500"
-    assert evaluation_line(some) == said
+    assert format_evaluation(some) == said
 
 
 def test_an_evaluation_that_loses_everything_says_so() -> None:
-    none = evaluation(
+    none = parse_evaluation(
         {
             "tag": "before",
             "step": 0,
@@ -392,7 +423,7 @@ def test_an_evaluation_that_loses_everything_says_so() -> None:
             "reasons": {"reward raised": 512},
         }
     )
-    assert evaluation_line(none) == (
+    assert format_evaluation(none) == (
         "evaluated after step 0: held_out.sampled, held_out.greedy: no sample was scored "
         "(reward raised 512)"
     )
@@ -402,8 +433,8 @@ NO_ROOM_THERE = Path("/proc")  # a file system that never has any
 
 
 def test_a_disk_without_room_is_named_with_what_to_do(tmp_path: Path) -> None:
-    assert storage.full([tmp_path, tmp_path / "gone"]) == ""
-    text = storage.full([tmp_path, NO_ROOM_THERE])
+    assert disk_full.find_full_disk([tmp_path, tmp_path / "gone"]) == ""
+    text = disk_full.find_full_disk([tmp_path, NO_ROOM_THERE])
     assert "disk of /proc is full" in text and "Make room" in text
 
 
@@ -413,7 +444,7 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
         import resource
         from pathlib import Path
         from meshrl.common.base.errors import StorageFull
-        from meshrl.common.base.files.lines import LineFile
+        from meshrl.common.base.files.json_lines import LineFile
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
             for step in range(20):
@@ -425,8 +456,8 @@ def test_rows_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     where, step = said.split()
     assert where == str(path)
     before = path.read_text()
-    assert before.endswith("\n") and len(lines.read(path).rows) == 2 * int(step)
-    assert lines.read(path).rows[-1] == {"also": int(step) - 1}
+    assert before.endswith("\n") and len(json_lines.read_lines(path).rows) == 2 * int(step)
+    assert json_lines.read_lines(path).rows[-1] == {"also": int(step) - 1}
 
 
 def test_a_log_on_a_full_disk_fails_nobody() -> None:
@@ -448,11 +479,11 @@ def test_the_run_says_at_once_who_waits_for_room_and_when_there_is_some(
 ) -> None:
     waits = [{"on": "disk", "what": "room for the ledger", "since_ms": 0, "count": 1}]
     full, well = reading(10.0, 0), reading(14.0, 0)
-    entry = Entry(name="rollout/0", kind="rollout", alive=True, waits=waits)
+    entry = RegistryEntry(name="rollout/0", kind="rollout", alive=True, waits=waits)
     full.mesh = replace(full.mesh, entries=[entry])
     lines, history = RunLines(), RunHistory()
     for look in (full, full, well):
-        lines.show(snapshot(look, history), [])
+        lines.show(build_snapshot(look, history), [])
     printed = capsys.readouterr().out
     assert printed.count("a disk is full: rollout/0 waits for room for the ledger. Make room") == 1
     assert printed.count("there is room on the disk again") == 1

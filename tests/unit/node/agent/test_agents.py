@@ -13,21 +13,21 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotFound
-from meshrl.common.base.files.home import make
-from meshrl.common.base.host.settings import MESH_ENV, SETTINGS_ENV
+from meshrl.common.base.files.run_host import create_run_host
+from meshrl.common.base.host.settings import MESH_TAG_ENV, SETTINGS_ENV
 from meshrl.common.base.random import Random
 from meshrl.common.job.config import JobConfig
-from meshrl.common.mesh.process.ends.failure import Failure
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
+from meshrl.common.mesh.process.diagnosis.failure import Failure
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import MeshSettings
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.server import home
-from meshrl.services.node.adopting import Notes
-from meshrl.services.node.agent import MOST_BYTES, HostLogFiles
-from meshrl.services.node.job_services import program
-from meshrl.services.node.old_runs import UNKNOWN_S, sweep
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.server_state import run_host
+from meshrl.services.node.agent import MAX_READ_BYTES, HostLogFiles
+from meshrl.services.node.job_services import service_command_words
+from meshrl.services.node.old_runs import UNKNOWN_JOB_TTL_S, sweep
+from meshrl.services.node.pid_file import PidFile
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.gpus.driver import Gpus
 from tests.load import scaled
 from tests.meshes import SECRET, alone, on_sockets
@@ -44,7 +44,7 @@ def running(mark: str, *words: str) -> Iterator[int]:
     code = "import time; print(flush=True); time.sleep(600)"
     with subprocess.Popen(
         [sys.executable, "-c", code, *words],
-        env={**os.environ, MESH_ENV: mark},
+        env={**os.environ, MESH_TAG_ENV: mark},
         stdout=subprocess.PIPE,
     ) as child:
         assert child.stdout is not None
@@ -67,39 +67,41 @@ def running(mark: str, *words: str) -> Iterator[int]:
 async def test_what_the_registry_names_must_be_that_process_of_this_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mark: str, named: str, known: bool
 ) -> None:
-    monkeypatch.setenv(MESH_ENV, OURS)
+    monkeypatch.setenv(MESH_TAG_ENV, OURS)
     settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
     mesh = alone("node/one", SystemClock(), Random(0), SystemHost(), settings=settings)
-    notes = Notes(mesh, tmp_path / "notes.json", program)
-    with running(mark, *(program(named) if named else ())) as pid:
-        entry = registry.Entry(NAME, "rollout", host="one", pid=pid, incarnation="x")
-        entry.start_time = start_time(pid)
+    notes = PidFile(mesh, tmp_path / "notes.json", service_command_words)
+    with running(mark, *(service_command_words(named) if named else ())) as pid:
+        entry = registry.RegistryEntry(NAME, "rollout", host="one", pid=pid, incarnation="x")
+        entry.start_time = read_start_time(pid)
         await registry.register(mesh.state, entry, 600_000)
-        strange = registry.Entry("rollout/calc", "rollout", host="one", pid=pid, incarnation="y")
+        strange = registry.RegistryEntry(
+            "rollout/calc", "rollout", host="one", pid=pid, incarnation="y"
+        )
         await registry.register(mesh.state, strange, 600_000)
-        assert list(await notes.running(["rollout"])) == [NAME][: int(known)]
-        ended = await notes.end_unwatched(NAME)
+        assert list(await notes.find_running(["rollout"])) == [NAME][: int(known)]
+        ended = await notes.kill_unrecorded(NAME)
         assert (ended is not None) == known
         if ended is not None:
             await ended.wait(scaled(SOON_S))
-        assert bool(start_time(pid)) != known
+        assert bool(read_start_time(pid)) != known
 
 
 async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
     clock, root = SystemClock(), tmp_path / "second"
-    state = simulated_state(clock)
-    await home.tell(state, make("head", tmp_path / "head", b"probe"))
+    state = open_simulated_state(clock)
+    await run_host.write_run_host(state, create_run_host("head", tmp_path / "head", b"probe"))
     settings = MeshSettings(redis_url=state.url, run_root=str(root), host="second")
     mesh = on_sockets("node/second", state, clock, settings=settings)
     for job in ("going", "ended"):
-        await jobs.submit(state, job, JobConfig(name=job).document(), "/runs", job)
+        await jobs.submit(state, job, JobConfig(name=job).to_document(), "/runs", job)
     await jobs.cancel(state, "ended", "stop")
-    since = {job: (await jobs.job(state, job)).since_ms for job in ("going", "ended")}
+    since = {job: (await jobs.read_job(state, job)).since_ms for job in ("going", "ended")}
     kept = [f"going/{since['going']}", "unknown/7", "going/notes"]
     gone = ["going/1", f"ended/{since['ended']}", "forgotten/8"]
     for name in (*kept, *gone):
         (root / "runs" / name / "ledger").mkdir(parents=True)
-    long_ago = clock.wall() - 2 * UNKNOWN_S
+    long_ago = clock.wall() - 2 * UNKNOWN_JOB_TTL_S
     for path in (root / "runs/forgotten/8/ledger", root / "runs/forgotten/8"):
         os.utime(path, (long_ago, long_ago))
 
@@ -109,11 +111,11 @@ async def test_only_what_no_job_goes_on_with_is_removed(tmp_path: Path) -> None:
     unused.touch()
     os.utime(unused, (long_ago, long_ago))
 
-    await home.tell(state, make("second", tmp_path / "head", b"probe"))
+    await run_host.write_run_host(state, create_run_host("second", tmp_path / "head", b"probe"))
     await sweep(mesh)  # at home nothing else goes
     assert [path.name for path in (root / "bundles").iterdir()] == ["another"]
     assert all((root / "runs" / name).is_dir() for name in (*kept, *gone)) and unused.exists()
-    await home.tell(state, make("head", tmp_path / "head", b"probe"))
+    await run_host.write_run_host(state, create_run_host("head", tmp_path / "head", b"probe"))
     await sweep(mesh)
     assert all((root / "runs" / name).is_dir() for name in kept)
     assert not any((root / "runs" / name).exists() for name in gone)
@@ -136,8 +138,8 @@ async def refused(
         python(*words), name="refused", env={**env, SETTINGS_ENV: str(path)}, log=log
     )
     assert await child.wait(scaled(ENDS_S)) == 1, log.read_text()
-    failure = host.failure_of(child.pid, log)
-    assert failure is not None and failure.fatal, log.read_text()
+    failure = host.find_failure(child.pid, log)
+    assert failure is not None and failure.is_fatal, log.read_text()
     return failure
 
 
@@ -173,13 +175,13 @@ async def test_a_host_without_gpus_or_with_too_few_says_so(mesh: SmallMesh, gpus
 def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Path) -> None:
     path, logs = tmp_path / "engine-g1.log", HostLogFiles(tmp_path)
     path.write_text("one\ntwo\nthr")
-    [file] = logs.listed()
+    [file] = logs.list_files()
     assert (file.name, file.bytes) == ("engine-g1", 11)
     end = logs.read("engine-g1", -5, 100)
-    assert (end.text, end.next, end.size) == ("o\nthr", 11, 11)
+    assert (end.text, end.next_offset, end.file_size_bytes) == ("o\nthr", 11, 11)
     part = logs.read("engine-g1", 0, 6)
-    assert (part.text, part.next) == ("one\n", 4)
-    assert logs.read("engine-g1", part.next, 100).text == "two\n"
+    assert (part.text, part.next_offset) == ("one\n", 4)
+    assert logs.read("engine-g1", part.next_offset, 100).text == "two\n"
     with path.open("a") as log:
         log.write("ee\nfour")
     assert logs.read("engine-g1", 8, 100).text == "three\n"
@@ -187,9 +189,9 @@ def test_a_log_is_read_in_whole_lines_to_its_end_and_on_as_it_grows(tmp_path: Pa
 
 
 def test_a_long_line_comes_in_pieces_and_no_part_is_larger_than_the_most(tmp_path: Path) -> None:
-    (tmp_path / "a.log").write_text("x" * (3 * MOST_BYTES))
-    part = HostLogFiles(tmp_path).read("a", 0, 10 * MOST_BYTES)
-    assert part.next == len(part.text) == MOST_BYTES
+    (tmp_path / "a.log").write_text("x" * (3 * MAX_READ_BYTES))
+    part = HostLogFiles(tmp_path).read("a", 0, 10 * MAX_READ_BYTES)
+    assert part.next_offset == len(part.text) == MAX_READ_BYTES
 
 
 @pytest.mark.parametrize("name", ["b", "../secret", "/etc/passwd", "", "secret\0"])

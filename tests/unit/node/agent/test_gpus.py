@@ -14,11 +14,11 @@ import pytest
 
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state import jobs, registry
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.pool.workers.rows import Doing
-from meshrl.view.live import tables
-from meshrl.view.mesh import gpus as told
-from meshrl.view.mesh.snapshot import MeshSnapshot, read_mesh
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import InstancePhase
+from meshrl.view.live import mesh_tables
+from meshrl.view.mesh import gpu_status as told
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_mesh_snapshot
 from tests.gpus.driver import GIB, LOST, Gpus
 from tests.load import scaled
 from tests.unit.node.smallmesh import LOOK_S, SOON_S, SmallMesh
@@ -43,10 +43,10 @@ async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_n
     mesh.start_agent("--device", "cuda", workers=2, env=gpus.environment)
     await mesh.form("w0")
     await mesh.form("w1", gang="g1")
-    rows = {row.id: row for row in await pool.workers(mesh.state)}
+    rows = {row.id: row for row in await pool.read_workers(mesh.state)}
     assert (rows["w0"].uuid, rows["w0"].accelerator) == (A, "cuda:0 NVIDIA H100")
     assert (rows["w1"].uuid, rows["w1"].budget.accelerator) == (M, 10 * GIB)
-    document = JobConfig.from_document({"name": "j"}).document()
+    document = JobConfig.from_document({"name": "j"}).to_document()
     document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
     await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
     await mesh.place("g0.0")
@@ -54,7 +54,7 @@ async def test_processes_see_their_worker_s_device_and_one_that_others_fill_is_n
     await mesh.until_settled("g1.0")
     seen = environment_of(await mesh.pid_of("engine/g1.0"))
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["MESHRL_DEVICE"]) == (M, "cuda")
-    refused = await mesh.until("failed", "g0.0", lambda r: r.doing == Doing.FAILED)
+    refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     for words in (
         "engine/g0.0 needs 4536870912 bytes of GPU GPU-aaaa, which has 1000 free",
         f"process {os.getpid()} (",
@@ -73,11 +73,11 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     gpus.gpu(B, used=80 * GIB - 1000)
     mesh.start_agent("--device", "cuda", workers=2, env=gpus.environment)
     await mesh.form("w0", "w1")
-    document = JobConfig.from_document({"name": "j"}).document()
+    document = JobConfig.from_document({"name": "j"}).to_document()
     document |= {"bundle": {"dir": str(mesh.directory), "parameters": 1_000_000_000}}
     await jobs.submit(mesh.state, "j", document, str(mesh.directory), "j")
     await mesh.place("g0.0", ranks=(0, 1))
-    refused = await mesh.until("failed", "g0.0", lambda r: r.doing == Doing.FAILED)
+    refused = await mesh.until("failed", "g0.0", lambda r: r.phase == InstancePhase.FAILED)
     assert "engine/g0.0/1 needs 2536870912 bytes of GPU GPU-bbbb" in refused.detail
     waits = "w1 to keep accelerators for it are awaited"
     await mesh.until("awaiting", "g0.0", lambda r: 0 in r.reports and r.reports[0].detail == waits)
@@ -90,7 +90,7 @@ async def test_an_engine_of_two_sees_both_devices_and_waits_until_nobody_fills_t
     gpus.gpu(B, used=80 * GIB - 1000)  # by the engine itself, which goes on when w1 is back
     worker, token = await mesh.pid_of("worker/w1"), found.reports[1].token
     os.kill(worker, signal.SIGKILL)
-    await mesh.until("kept", "g0.0", lambda r: r.settled and r.reports[1].token != token)
+    await mesh.until("kept", "g0.0", lambda r: r.is_reconciled and r.reports[1].token != token)
 
 
 @pytest.mark.rotating(2)
@@ -102,19 +102,19 @@ async def test_figures_are_published_and_what_breaks_is_an_event(
     await mesh.form("w0")
     found = await shown(mesh, "used_bytes", 40 * GIB)
     assert found["utilization"] == 0.97 and found["lost"] == 0 and found["throttled"] == 1
-    assert told.line(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
+    assert told.format_gpu(found) == "40 of 80 GiB, 97%, 71 °C, 650 W, slowed by thermal"
     gpus.gpu(A, ecc=2)
     gpus.xid(A, 48)
     [event] = await mesh.told("gpu", 1)
     assert (event["worker"], event["what"]) == ("w0", "errors")
-    assert "2 uncorrected memory errors and XID 48" in told.told(event)
+    assert "2 uncorrected memory errors and XID 48" in told.format_gpu_event(event)
     gpus.fail(A, LOST)
     lost = (await mesh.told("gpu", 2))[1]
-    assert lost["what"] == "lost" and "cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost" in told.told(
-        lost
-    )
-    assert told.line(await shown(mesh, "lost", 1)) == "GPU lost"
-    lost_now = told.troubles(await read_mesh(mesh.state))
+    assert lost[
+        "what"
+    ] == "lost" and "cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost" in told.format_gpu_event(lost)
+    assert told.format_gpu(await shown(mesh, "lost", 1)) == "GPU lost"
+    lost_now = told.list_gpu_problems(await read_mesh_snapshot(mesh.state))
     assert lost_now == ["cuda:0 NVIDIA H100 of w0 (GPU-aaaa) is lost"]
     gpus.mended()
     assert (await mesh.told("gpu", 3))[2]["what"] == "back"
@@ -123,9 +123,9 @@ async def test_figures_are_published_and_what_breaks_is_an_event(
 async def shown(mesh: SmallMesh, name: str, value: object) -> dict[str, Any]:
     """The figures of w0's GPU as `meshrl workers --json` has them, once one is so."""
     for _ in range(int(scaled(SOON_S) / LOOK_S)):
-        entries = await registry.entries(mesh.state)
-        rows = await pool.workers(mesh.state)
-        [worker] = tables.document(MeshSnapshot(tuple(rows), entries=entries))["workers"]
+        entries = await registry.list_entries(mesh.state)
+        rows = await pool.read_workers(mesh.state)
+        [worker] = mesh_tables.to_document(MeshSnapshot(tuple(rows), entries=entries))["workers"]
         if (found := worker.get("gpu", {})).get(name) == value:
             return dict(found)
         await asyncio.sleep(LOOK_S)

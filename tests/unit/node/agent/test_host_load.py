@@ -11,12 +11,12 @@ from meshrl.common.api.stats import HostLoadStats
 from meshrl.common.base.errors import DeadlineExceeded
 from meshrl.common.base.random import Random
 from meshrl.common.hardware.gpus.devices import Device
-from meshrl.common.mesh.process.cores import Cores
-from meshrl.common.mesh.process.ends.limits import Room
+from meshrl.common.mesh.process.diagnosis.host_limits import FreeSpace
+from meshrl.common.mesh.process.processor_usage import ProcessorUsage
 from meshrl.common.mesh.runtime.mesh import MeshSettings
-from meshrl.services.node.agent import HostLoad
-from meshrl.services.node.gpus.watch import ANSWER_S, READ_S, GpuWatch
-from meshrl.sim.loop import VirtualClock
+from meshrl.services.node.agent import HostLoadSampler
+from meshrl.services.node.gpus.watch import DRIVER_TIMEOUT_S, READ_S, GpuWatch
+from meshrl.sim.virtual_loop import VirtualClock
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import virtually
@@ -26,17 +26,17 @@ from tests.unit.common.generation.engines_under_test import StandingClock
 def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left() -> None:
     clock = StandingClock()
     host = SimulatedHost(clock, Random(0))
-    load = HostLoad(alone("node/one", clock, Random(0), host), Path())
-    host.left = Room(memory=7, disk=9)
-    host.processors = Cores(4, 1000.0)
-    load.look()
+    load = HostLoadSampler(alone("node/one", clock, Random(0), host), Path())
+    host.left = FreeSpace(memory_bytes=7, disk_bytes=9)
+    host.processors = ProcessorUsage(4, 1000.0)
+    load.sample()
     assert load.stats == HostLoadStats(7, 9)
     busy_s = 1000.0
     for second in range(1, 21):
         busy_s += 3.0 if second <= 10 else 0.5
         clock.pass_(1.0)
-        host.processors = Cores(4, busy_s)
-        load.look()
+        host.processors = ProcessorUsage(4, busy_s)
+        load.sample()
         if second in (1, 10):
             assert (load.stats.cores, load.stats.busy_cores) == (4, 3.0)
         if second == 12:
@@ -46,9 +46,11 @@ def test_busy_cores_are_the_mean_of_the_last_seconds_and_memory_is_what_is_left(
 
 def test_a_host_that_does_not_know_its_processors_says_nothing_of_them() -> None:
     clock = StandingClock()
-    load = HostLoad(alone("node/one", clock, Random(0), SimulatedHost(clock, Random(0))), Path())
+    load = HostLoadSampler(
+        alone("node/one", clock, Random(0), SimulatedHost(clock, Random(0))), Path()
+    )
     for _ in range(3):
-        load.look()
+        load.sample()
         clock.pass_(1.0)
     assert load.stats.memory_left_bytes is not None and load.stats.cores is None
 
@@ -78,7 +80,7 @@ async def test_a_driver_that_hangs_is_told_once_and_asked_one_call_at_a_time(
     mesh = alone("node/one", clock, random, host, settings=settings)
     watch = GpuWatch(mesh, {"w0": Device("GPU-a", "NVIDIA H100", 80, 0)}, tell)
     running = asyncio.create_task(watch.run())
-    await clock.sleep(3 * (ANSWER_S + READ_S) - 1)
+    await clock.sleep(3 * (DRIVER_TIMEOUT_S + READ_S) - 1)
     running.cancel()
     assert host.asked == 3
     [event] = told

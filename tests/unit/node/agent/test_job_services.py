@@ -16,24 +16,29 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.bundle.loading import digest_of, load_request
+from meshrl.common.job.bundle.sandbox_request import build_load_request, compute_request_digest
 from meshrl.common.job.config import EnvironmentConfig, JobConfig
-from meshrl.common.job.isolation import containment
-from meshrl.common.job.isolation.containment import IsolationTiers
-from meshrl.common.job.isolation.isolation import ORDER
+from meshrl.common.job.isolation import isolation_probe
+from meshrl.common.job.isolation.isolation_probe import IsolationTiers
+from meshrl.common.job.isolation.tiers import TIER_ORDER
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.supervision.ended import ended
+from meshrl.common.mesh.process.supervision.exit_reports import read_last_exits
 from meshrl.common.mesh.runtime.mesh import MeshSettings
 from meshrl.common.mesh.telemetry.logs import Telemetry
 from meshrl.common.state import jobs, leader
-from meshrl.common.state.pool.placing.decisions import Serve
-from meshrl.common.state.pool.store import store as pool
-from meshrl.common.state.redis.keys import PLANNER
+from meshrl.common.state.pool.scheduling.decisions import AssignServices
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.redis.keys import PLANNER_ELECTION
 from meshrl.services.node.agent import NodeAgent
-from meshrl.services.node.gpus.accelerators import cpu_slots
-from meshrl.services.node.isolation import AGAIN_S, RARELY_S, SOON_S, OwnIsolation
-from meshrl.services.node.job_services import CHANGED_S
-from meshrl.sim.loop import VirtualClock
+from meshrl.services.node.gpus.accelerators import list_cpu_slots
+from meshrl.services.node.host_isolation import (
+    PENDING_REPROBE_S,
+    REPROBE_S,
+    STABLE_REPROBE_S,
+    HostIsolation,
+)
+from meshrl.services.node.job_services import DOCUMENT_POLL_S
+from meshrl.sim.virtual_loop import VirtualClock
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import SimulatedChannel, SimulatedHost
@@ -48,7 +53,7 @@ async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longe
 ) -> None:
     agent = mesh.start_agent(workers=0)
     names = ("sandbox/a/0", "sandbox/b/0", "sandbox/changed/0")
-    await mesh.write(Serve("here", names, WHY))
+    await mesh.write(AssignServices("here", names, WHY))
     before = [await mesh.pid_of(name) for name in names]
     agent.kill()
     await agent.wait(scaled(5))
@@ -64,7 +69,7 @@ async def test_services_on_record_run_are_adopted_and_end_when_they_are_no_longe
     assert (end["name"], end["job"], end["why"]) == (names[0], "a", "signal 9")
     assert await mesh.pid_of(names[1]) == before[1], "it was adopted"
 
-    await mesh.write(Serve("here", names[:1], WHY))
+    await mesh.write(AssignServices("here", names[:1], WHY))
     assert await gone(before[1])
     assert await mesh.pid_of(names[0]) == again
     agent.terminate()
@@ -92,19 +97,19 @@ async def test_a_shard_that_cannot_run_fails_its_own_job_and_holds_up_no_other(
     (tmp_path / "mesh").mkdir()
     for job in ("bad", "good"):
         await jobs.submit(mesh.state, job, DOCUMENT, str(tmp_path), job)
-    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    led = await leader.campaign(mesh.state, PLANNER_ELECTION, "test", 1_000_000)
     wanted = ("rollout/bad/0", "rollout/good/0", "rollout/good/1")
-    await pool.write(mesh.state, led, "serve", [Serve("one", wanted, WHY)], None)
-    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    await pool.write_decisions(mesh.state, led, "serve", [AssignServices("one", wanted, WHY)], None)
+    agent = NodeAgent(mesh, list_cpu_slots(0), [], "w")
     await agent.start()
     await clock.sleep(5.0)
-    assert (await jobs.job(mesh.state, "bad")).phase == "failed"
-    assert "no environment of that name" in (await jobs.job(mesh.state, "bad")).error
-    assert (await jobs.job(mesh.state, "good")).phase == "queued"
+    assert (await jobs.read_job(mesh.state, "bad")).phase == "failed"
+    assert "no environment of that name" in (await jobs.read_job(mesh.state, "bad")).error
+    assert (await jobs.read_job(mesh.state, "good")).phase == "queued"
     assert started == ["bad", "good", "good"]
-    assert [end.job for end in await ended(mesh.state)] == ["bad"]
+    assert [end.job for end in await read_last_exits(mesh.state)] == ["bad"]
     assert agent.stats().services == 2
-    await agent.leave()
+    await agent.shut_down()
     assert not any(child.poll() is None for child in host.children.values())
 
 
@@ -124,30 +129,32 @@ async def test_a_sandbox_is_told_what_its_job_may_have_loaded_by_who_starts_it(
     (tmp_path / "mesh").mkdir()
     bundle = {"dir": str(tmp_path / "bundle"), "digest": "d1", "files": {}}
     config = JobConfig(name="a", environment=EnvironmentConfig(tools={"add": "mine:add"}))
-    document = config.document() | {"bundle": bundle}
+    document = config.to_document() | {"bundle": bundle}
     await jobs.submit(mesh.state, "a", document, str(tmp_path), "a")
-    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    led = await leader.campaign(mesh.state, PLANNER_ELECTION, "test", 1_000_000)
     wanted = ("sandbox/a/0", "sandbox/gone/0")
-    await pool.write(mesh.state, led, "serve", [Serve("one", wanted, WHY)], None)
-    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    await pool.write_decisions(mesh.state, led, "serve", [AssignServices("one", wanted, WHY)], None)
+    agent = NodeAgent(mesh, list_cpu_slots(0), [], "w")
     await agent.start()
     await clock.sleep(10.0)
     # A shard's view of the job, on another host and whatever its worker is.
-    shard = JobData.of("a", document, str(tmp_path)).on("cuda")
-    shard = shard.elsewhere(tmp_path / "fetched", tmp_path / "own")
+    shard = JobData.from_document("a", document, str(tmp_path)).for_device("cuda")
+    shard = shard.for_remote_host(tmp_path / "fetched", tmp_path / "own")
     told = {args[args.index("--name") + 1]: args for args in started}
-    digest = digest_of(load_request(shard))
+    digest = compute_request_digest(build_load_request(shard))
     assert told["sandbox/a/0"][-2:] == ["--load", digest]
     assert told["sandbox/gone/0"][-2:] == ["--load", "none"], "nothing at all"
     # Its job goes on with other limits of what it runs.
     document["sandbox"] = document["sandbox"] | {"wall_s": 77.0}
-    await jobs.change(mesh.state, "a", document, {}, "change")
-    await clock.sleep(2 * CHANGED_S)
-    changed = digest_of(load_request(JobData.of("a", document, str(tmp_path))))
+    await jobs.change_document(mesh.state, "a", document, {}, "change")
+    await clock.sleep(2 * DOCUMENT_POLL_S)
+    changed = compute_request_digest(
+        build_load_request(JobData.from_document("a", document, str(tmp_path)))
+    )
     [*_, last] = [args for args in started if "sandbox/a/0" in args]
     assert last[-2:] == ["--load", changed] and changed != digest
     assert sum("sandbox/gone/0" in args for args in started) == 1, "nothing is new there"
-    await agent.leave()
+    await agent.shut_down()
 
 
 @virtually(limit_s=3600.0)
@@ -168,15 +175,15 @@ async def test_one_that_is_slow_to_end_holds_up_nobody(
     host = SimulatedHost(clock, random, {"meshrl.services.rollout": shard})
     settings = MeshSettings(redis_url="simulated", run_root=str(tmp_path), host="one")
     mesh = alone("node/one", clock, random, host, settings=settings)
-    led = await leader.campaign(mesh.state, PLANNER, "test", 1_000_000)
+    led = await leader.campaign(mesh.state, PLANNER_ELECTION, "test", 1_000_000)
     (tmp_path / "mesh").mkdir()
 
     async def serve(*jobs: str) -> None:
         wanted = tuple(f"rollout/{job}/0" for job in jobs)
-        decided = [Serve("one", wanted, WHY)]
-        await pool.write(mesh.state, led, random.token(), decided, None)
+        decided = [AssignServices("one", wanted, WHY)]
+        await pool.write_decisions(mesh.state, led, random.hex_token(), decided, None)
 
-    agent = NodeAgent(mesh, cpu_slots(0), [], "w")
+    agent = NodeAgent(mesh, list_cpu_slots(0), [], "w")
     await agent.start()
     await serve("a", "b")
     await clock.sleep(2.0)
@@ -188,7 +195,7 @@ async def test_one_that_is_slow_to_end_holds_up_nobody(
     assert alive == ["a", "b", "c"]
     await clock.sleep(6.0)
     assert alive == ["b", "c", "a"]
-    await agent.leave()
+    await agent.shut_down()
     assert alive == []
 
 
@@ -200,7 +207,7 @@ class Tried(SystemHost):
         self.left = [*found]
 
     async def run_blocking(self, fn: Callable[..., Any], *args: Any, deadline_s: float) -> Any:
-        assert fn is containment.tiers
+        assert fn is isolation_probe.probe_tiers
         found = self.left.pop(0)
         if isinstance(found, DeadlineExceeded):
             raise found
@@ -212,7 +219,7 @@ class Naps(SystemClock):
 
     def __init__(self, host: Tried) -> None:
         self.host, self.told = host, list[tuple[list[str], float]]()
-        self.own: OwnIsolation | None = None
+        self.own: HostIsolation | None = None
         self.over = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:
@@ -229,7 +236,7 @@ async def told(*found: IsolationTiers | DeadlineExceeded) -> list[tuple[list[str
     clock = Naps(host)
     mesh = surroundings(joinable=True)
     mesh.host, mesh.clock = host, clock
-    clock.own = OwnIsolation(mesh, ["sandboxes"])
+    clock.own = HostIsolation(mesh, ["sandboxes"])
     finding, over = asyncio.create_task(clock.own.run()), asyncio.create_task(clock.over.wait())
     await asyncio.wait((finding, over), return_when=asyncio.FIRST_COMPLETED)
     done = [(clock.own.tiers or [], 0.0)] if finding.done() else []
@@ -252,23 +259,23 @@ async def test_a_host_that_takes_sandboxes_says_what_it_has_once_it_knows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")  # no bwrap there, and no runsc
-    found = await asyncio.to_thread(containment.tiers)
-    assert found.known and set(found.tiers) < {*ORDER} - {"bwrap", "cgroup", "runner"}
-    own = OwnIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
+    found = await asyncio.to_thread(isolation_probe.probe_tiers)
+    assert found.is_finished and set(found.tiers) < {*TIER_ORDER} - {"bwrap", "cgroup", "runner"}
+    own = HostIsolation(surroundings(joinable=True), ["shards", "sandboxes"])
     assert own.tiers == ["trying"]
     said = await told(*[found] * 3)
-    assert said[-1][0] == list(found.tiers) and said[-1][1] >= AGAIN_S, "tried again all the same"
+    assert said[-1][0] == list(found.tiers) and said[-1][1] >= REPROBE_S, "tried again all the same"
 
 
 async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works() -> None:
-    busy = IsolationTiers(("landlock",), sure=False)
+    busy = IsolationTiers(("landlock",), is_conclusive=False)
     assert await told(busy, IsolationTiers(("cgroup",))) == [
-        (["landlock", "trying"], SOON_S),
+        (["landlock", "trying"], PENDING_REPROBE_S),
         (["cgroup"], 0.0),
     ]
     assert await told(busy, busy, busy, IsolationTiers(("bwrap",))) == [
-        *[(["landlock", "trying"], SOON_S)] * 2,
-        (["landlock"], AGAIN_S),
+        *[(["landlock", "trying"], PENDING_REPROBE_S)] * 2,
+        (["landlock"], REPROBE_S),
         (["bwrap"], 0.0),
     ]
 
@@ -276,26 +283,30 @@ async def test_a_better_tier_that_failed_is_tried_again_and_told_once_it_works()
 async def test_a_probe_that_fails_itself_says_nothing_of_the_host_and_takes_nothing_away() -> None:
     late = DeadlineExceeded("late")
     assert await told(
-        late, late, IsolationTiers((), sure=False, known=False), IsolationTiers(("bwrap",))
+        late,
+        late,
+        IsolationTiers((), is_conclusive=False, is_finished=False),
+        IsolationTiers(("bwrap",)),
     ) == [
-        *[(["trying"], AGAIN_S)] * 3,
+        *[(["trying"], REPROBE_S)] * 3,
         (["bwrap"], 0.0),
     ]
     lost = await told(
-        IsolationTiers(("bwrap", "runner"), sure=False), *[IsolationTiers((), sure=False)] * 2
+        IsolationTiers(("bwrap", "runner"), is_conclusive=False),
+        *[IsolationTiers((), is_conclusive=False)] * 2,
     )
-    assert lost[-1] == (["bwrap", "runner"], AGAIN_S)
+    assert lost[-1] == (["bwrap", "runner"], REPROBE_S)
 
 
 async def test_what_only_another_setting_of_the_host_gives_is_looked_for_rarely() -> None:
-    assert await told(IsolationTiers(("landlock",))) == [(["landlock"], RARELY_S)]
-    assert await told(IsolationTiers(())) == [([], AGAIN_S)]
+    assert await told(IsolationTiers(("landlock",))) == [(["landlock"], STABLE_REPROBE_S)]
+    assert await told(IsolationTiers(())) == [([], REPROBE_S)]
 
 
 async def test_nothing_is_tried_on_the_only_host_nor_where_no_sandbox_comes() -> None:
     for own in (
-        OwnIsolation(surroundings(), ["sandboxes"]),
-        OwnIsolation(surroundings(joinable=True), ["shards"]),
+        HostIsolation(surroundings(), ["sandboxes"]),
+        HostIsolation(surroundings(joinable=True), ["shards"]),
     ):
         await own.run()
         assert own.tiers is None

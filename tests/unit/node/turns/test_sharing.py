@@ -16,12 +16,12 @@ import pytest
 from meshrl.common.api.node import Worker
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.host.settings import SETTINGS_ENV
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.pool.workers.rows import Doing, Gang, Resident, Role
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.services.node.residents.turn_keeper import KeepsTurns, TurnKeeper
-from meshrl.services.node.residents.turns import Leases
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role
+from meshrl.services.node.instances.slice_scheduler import SliceCallsMixin, SliceScheduler
+from meshrl.services.node.instances.time_slices import SliceLimits
 from tests.load import scaled
 from tests.unit.node.smallmesh import ROOT, SOON_S, SmallMesh, gone
 from tests.unit.node.turns.test_turn_keeper import REST
@@ -32,8 +32,8 @@ GANG = Gang(
     ("w0",),
     1,
     (
-        Resident("g0.0", "j", Role.ROLLOUT, turns=True),
-        Resident("g0.1", "j", Role.TRAINING, core=True, turns=True),
+        Instance("g0.0", "j", Role.ROLLOUT, turns=True),
+        Instance("g0.1", "j", Role.TRAINING, core=True, turns=True),
     ),
 )
 PLENTY = 20  # pieces of each
@@ -64,9 +64,9 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
     children: dict[str, SystemChild] = {}
 
     def start(kind: str, resident: str) -> None:
-        seat = Seat("g0", resident, "j", 1, turns=True, keeper="worker/w0")
+        seat = Placement("g0", resident, "j", 1, turns=True, keeper="worker/w0")
         children[resident] = mesh.host.spawn(
-            [sys.executable, "-m", "tests.unit.node.turn_taker", "--kind", kind, *seat.words()],
+            [sys.executable, "-m", "tests.unit.node.turn_taker", "--kind", kind, *seat.to_args()],
             name=kind,
             env={SETTINGS_ENV: str(mesh.directory / "settings.json"), "PYTHONPATH": str(ROOT)},
             log=mesh.directory / "agent.log",
@@ -77,11 +77,11 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
         await children[resident].wait(scaled(SOON_S))
 
     # A turn of a healthy process ends in time on a slow machine too.
-    leases = Leases(factor=1.0, floor_s=scaled(FLOOR_S), cap_s=HOUR_S, unknown_s=HOUR_S)
+    leases = SliceLimits(factor=1.0, floor_s=scaled(FLOOR_S), cap_s=HOUR_S, default_s=HOUR_S)
     worker = await Mesh.open("worker/w0", "worker", mesh.settings)
-    actor = type("OnlyTurns", (KeepsTurns,), {"interface": Worker, **REST})()
-    actor.turns = keeper = TurnKeeper(worker, "w0", kill, leases)
-    keeper.follow(GANG)
+    actor = type("OnlyTurns", (SliceCallsMixin,), {"interface": Worker, **REST})()
+    actor.slice_scheduler = keeper = SliceScheduler(worker, "w0", kill, leases)
+    keeper.set_gang(GANG)
     await worker.join(actor)
     running = asyncio.create_task(keeper.run())
     try:
@@ -92,7 +92,7 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
             f"{PLENTY} pieces of both",
             lambda: all(len(computed(mesh.directory, kind)) >= PLENTY for kind in both),
         )
-        assert keeper.killed == 0
+        assert keeper.killed_count == 0
 
         trainer = children["g0.1"].pid
         while True:  # until it is stopped within a turn, and not just after one
@@ -109,7 +109,7 @@ async def test_engine_and_trainer_share_a_worker_and_one_that_is_stopped_in_its_
             lambda: len(computed(mesh.directory, "engine")) >= before + PLENTY,
         )
         assert children["g0.1"].poll() is not None
-        assert keeper.killed == 1
+        assert keeper.killed_count == 1
         after = [began for began, _ in computed(mesh.directory, "engine") if began > stopped]
         assert after[0] - stopped >= leases.floor_s - 1.0  # not before it was dead
         assert SystemClock().monotonic() - stopped < HOUR_S
@@ -165,14 +165,14 @@ async def test_an_engine_has_one_process_on_its_first_worker(mesh: SmallMesh) ->
     engine = await mesh.pid_of("engine/g0.1")
     assert await gone(leaves), "it begins when nobody else is on the accelerators of its gang"
     found = await mesh.until_settled("g0.1")
-    assert {report.doing for report in found.reports.values()} == {Doing.READY}
+    assert {report.doing for report in found.reports.values()} == {InstancePhase.READY}
     assert found.reports[1].token != found.reports[0].token
 
     worker = await mesh.pid_of("worker/w0")
     os.kill(worker, signal.SIGKILL)  # it keeps the accelerator again when it is back
     await mesh.pid_of("worker/w0", other_than=worker)
     token = found.reports[1].token
-    await mesh.until("kept", "g0.1", lambda r: r.settled and r.reports[1].token != token)
+    await mesh.until("kept", "g0.1", lambda r: r.is_reconciled and r.reports[1].token != token)
     assert await mesh.pid_of("engine/g0.1") == engine
     await mesh.remove("g0.1")
     assert await gone(engine)

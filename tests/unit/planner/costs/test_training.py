@@ -14,77 +14,89 @@ from hypothesis import strategies as st
 
 from loadtests.layouts import released
 from loadtests.layouts.cases import DEGREES, QWEN_14B, QWEN_30B_A3B
-from meshrl.common.base.encoding.plain import plain, restored
-from meshrl.common.hardware.profiles import Accelerator, declared
-from meshrl.common.hardware.shapes import ModelShape
-from meshrl.common.job.pace import PROFILES
+from meshrl.common.base.encoding.json_values import from_json_value, to_json_value
+from meshrl.common.hardware.accelerators import Accelerator, load_accelerators
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.job.emulation import ENGINE_PROFILES
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.state.pool.demand.measured import LEVELS, Curve
-from meshrl.services.planner.costs.correction import FORGETTING, KEYS, Correction, CorrectionKey
-from meshrl.services.planner.costs.rollout import EngineGang
-from meshrl.services.planner.costs.training import (
+from meshrl.common.state.pool.demand.measurements import QUANTILES, DecodeCurve
+from meshrl.services.planner.costs.correction import DECAY, MAX_KEYS, Correction, CorrectionKey
+from meshrl.services.planner.costs.rollout_costs import EngineGang
+from meshrl.services.planner.costs.training_costs import (
     TrainingLayout,
     TrainingWork,
-    bubble,
-    memory_bytes,
-    step_s,
+    compute_bubble_share,
+    predict_memory_bytes,
+    predict_step_s,
 )
-from meshrl.services.planner.forecast.pipeline import played_s
-from meshrl.services.planner.forecast.quantities import Demand, Split, StepRates, StepTerms
+from meshrl.services.planner.forecast.step_quantities import (
+    StepDemand,
+    StepRates,
+    StepTerms,
+    WorkerSplit,
+)
+from meshrl.services.planner.forecast.step_simulation import simulate_step_s
 
 TINY = ModelShape(2, 8, 4, 2, 2, parameters=1000.0, active=1000.0)
 FREE = Accelerator("free", 1e6, 1e9, 1e30, 1e30, 1e30, 0.5, 0.5, 1.0, collective_s=0.0)
-WORK = TrainingWork(sequences=8, tokens=80.0, squares=800.0)
+WORK = TrainingWork(sequences=8, tokens=80.0, squared_tokens=800.0)
 WAY_S = (2 * 1000 * 80 + 2 * 8 * 2 * 800) / 5e5  # forward, of all, on one
 ATTENTION_S = 2 * 8 * 2 * 800 / 5e5
-A800 = declared()["A800"]
+A800 = load_accelerators()["A800"]
 
 
 def test_one_accelerator_goes_there_and_back_and_through_attention_again() -> None:
-    assert step_s(TINY, FREE, TrainingLayout("free"), WORK) == pytest.approx(
+    assert predict_step_s(TINY, FREE, TrainingLayout("free"), WORK) == pytest.approx(
         3 * WAY_S + ATTENTION_S
     )
 
 
 def test_layers_that_are_recomputed_go_there_twice() -> None:
-    layout = TrainingLayout("free", recomputed=True)
-    assert step_s(TINY, FREE, layout, WORK) == pytest.approx(4 * WAY_S)
+    layout = TrainingLayout("free", recompute=True)
+    assert predict_step_s(TINY, FREE, layout, WORK) == pytest.approx(4 * WAY_S)
 
 
-@pytest.mark.parametrize("layout", [{"data": 4}, {"tensor": 4}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"data_parallel": 4}, {"tensor_parallel": 4}, {"data_parallel": 2, "tensor_parallel": 2}],
+)
 def test_where_nothing_is_sent_four_take_a_quarter(layout: dict[str, Any]) -> None:
-    alone_s = step_s(TINY, FREE, TrainingLayout("free"), WORK)
-    assert step_s(TINY, FREE, TrainingLayout("free", **layout), WORK) == pytest.approx(alone_s / 4)
+    alone_s = predict_step_s(TINY, FREE, TrainingLayout("free"), WORK)
+    assert predict_step_s(TINY, FREE, TrainingLayout("free", **layout), WORK) == pytest.approx(
+        alone_s / 4
+    )
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_a_pipeline_fills_and_empties(stages: int) -> None:
-    alone_s = step_s(TINY, FREE, TrainingLayout("free"), WORK)
-    layout = TrainingLayout("free", pipeline=stages)
+    alone_s = predict_step_s(TINY, FREE, TrainingLayout("free"), WORK)
+    layout = TrainingLayout("free", pipeline_parallel=stages)
     expected = alone_s / stages * (8 + stages - 1) / 8
-    assert step_s(TINY, FREE, layout, WORK) == pytest.approx(expected)
-    assert bubble(layout, 8) == pytest.approx(1 - alone_s / stages / expected)
+    assert predict_step_s(TINY, FREE, layout, WORK) == pytest.approx(expected)
+    assert compute_bubble_share(layout, 8) == pytest.approx(1 - alone_s / stages / expected)
 
 
 def test_more_replicas_than_sequences_help_nobody() -> None:
-    eight = step_s(TINY, FREE, TrainingLayout("free", 8), WORK)
-    assert step_s(TINY, FREE, TrainingLayout("free", 64), WORK) == pytest.approx(eight)
+    eight = predict_step_s(TINY, FREE, TrainingLayout("free", 8), WORK)
+    assert predict_step_s(TINY, FREE, TrainingLayout("free", 64), WORK) == pytest.approx(eight)
 
 
 def test_gradients_are_exchanged_beside_what_computing_hides() -> None:
     slow = replace(FREE, link_bytes_per_s=1000.0)
-    hidden_s = step_s(TINY, FREE, TrainingLayout("slow", 2), WORK)
+    hidden_s = predict_step_s(TINY, FREE, TrainingLayout("slow", 2), WORK)
     replicas = TrainingLayout("slow", 2, sharded=False)
-    assert step_s(TINY, slow, replicas, WORK) - hidden_s == pytest.approx(0.7 * 2 * 0.5 * 2)
+    assert predict_step_s(TINY, slow, replicas, WORK) - hidden_s == pytest.approx(0.7 * 2 * 0.5 * 2)
     sharded = TrainingLayout("slow", 2)
-    assert step_s(TINY, slow, sharded, WORK) - hidden_s == pytest.approx(0.7 * 3 * 0.5 * 2)
+    assert predict_step_s(TINY, slow, sharded, WORK) - hidden_s == pytest.approx(0.7 * 3 * 0.5 * 2)
 
 
 def test_beyond_a_host_the_network_is_what_counts() -> None:
     work = TrainingWork(4096, 4096 * 2000.0, 4096 * 2000.0**2)
-    inside = step_s(QWEN_14B, A800, TrainingLayout("A800", 8), work)
-    outside = step_s(QWEN_14B, A800, TrainingLayout("A800", 8), replace(work, node=4))
-    exchanged = 0.7 * 3 * 7 / 8 * QWEN_14B.bytes
+    inside = predict_step_s(QWEN_14B, A800, TrainingLayout("A800", 8), work)
+    outside = predict_step_s(
+        QWEN_14B, A800, TrainingLayout("A800", 8), replace(work, accelerators_per_host=4)
+    )
+    exchanged = 0.7 * 3 * 7 / 8 * QWEN_14B.parameter_bytes
     assert outside - inside == pytest.approx(exchanged * (1 / 25e9 - 1 / 200e9))
 
 
@@ -92,18 +104,20 @@ def test_a_mixture_sends_tokens_to_its_experts() -> None:
     work = TrainingWork(64, 64 * 1000.0, 64 * 1000.0**2)
     dense = replace(QWEN_30B_A3B, experts=0, experts_per_token=0)
     layout = TrainingLayout("A800", 8)
-    more = step_s(QWEN_30B_A3B, A800, layout, work) - step_s(dense, A800, layout, work)
+    more = predict_step_s(QWEN_30B_A3B, A800, layout, work) - predict_step_s(
+        dense, A800, layout, work
+    )
     sent = 8 * 8 * 1000 * 2048 * 2  # of a replica, to 8 experts each, both there and back, twice
     assert more == pytest.approx(4 * 48 * sent * 7 / 8 / 200e9)
 
 
 def test_states_are_spread_and_activations_are_held_by_micro_batches() -> None:
-    replicas = TrainingLayout("free", 2, tensor=2, sharded=False)
+    replicas = TrainingLayout("free", 2, tensor_parallel=2, sharded=False)
     activations = 34 * 10 * 8 * 2 / 2
-    assert memory_bytes(TINY, replicas, WORK) == pytest.approx(16 * 500 + activations)
+    assert predict_memory_bytes(TINY, replicas, WORK) == pytest.approx(16 * 500 + activations)
     sharded = TrainingLayout("free", 4)
-    assert memory_bytes(TINY, sharded, WORK) == pytest.approx(16 * 250 + 2 * 2 * 500 + 5440)
-    kept = memory_bytes(TINY, replace(sharded, recomputed=True), WORK)
+    assert predict_memory_bytes(TINY, sharded, WORK) == pytest.approx(16 * 250 + 2 * 2 * 500 + 5440)
+    kept = predict_memory_bytes(TINY, replace(sharded, recompute=True), WORK)
     assert kept == pytest.approx(16 * 250 + 2 * 2 * 500 + (2 * 2 + 34) * 10 * 8)
 
 
@@ -113,68 +127,84 @@ PLAIN = Accelerator("plain", 1e6, 1e4, 1e3, 1e2, 10.0, 0.5, 0.5, 0.5, collective
 
 def test_a_decode_step_reads_the_weights_and_the_contexts() -> None:
     # 2,000 bytes of weights; 3 x 5 tokens of 2 layers x 2 heads x 2 features x 2 x 2 bytes each.
-    assert EngineGang(TINY, PLAIN).step_s(3, 5) == pytest.approx((2000 + 15 * 32) / 500)
+    assert EngineGang(TINY, PLAIN).predict_decode_step_s(3, 5) == pytest.approx(
+        (2000 + 15 * 32) / 500
+    )
 
 
 def test_a_large_batch_takes_its_arithmetic() -> None:
-    assert EngineGang(TINY, PLAIN).step_s(10_000, 0) == pytest.approx(2 * 1000 * 10_000 / 5e5)
+    assert EngineGang(TINY, PLAIN).predict_decode_step_s(10_000, 0) == pytest.approx(
+        2 * 1000 * 10_000 / 5e5
+    )
 
 
 def test_ranks_read_their_parts_and_meet_twice_a_layer() -> None:
     # Half of the weights, one of two heads; four all-reduces of 3 x 8 features of 2 bytes.
     meets = 4 * (0.25 + 2 * 0.5 * 48 / 100)
     expected = (1000 + 15 * 16) / 500 + meets
-    assert EngineGang(TINY, PLAIN, 2).step_s(3, 5) == pytest.approx(expected)
+    assert EngineGang(TINY, PLAIN, 2).predict_decode_step_s(3, 5) == pytest.approx(expected)
 
 
 def test_more_ranks_than_heads_of_keys_hold_copies() -> None:
-    assert TINY.kv_bytes(1) == 2 * TINY.kv_bytes(2) == 2 * TINY.kv_bytes(4)
+    assert (
+        TINY.compute_kv_bytes_per_token(1)
+        == 2 * TINY.compute_kv_bytes_per_token(2)
+        == 2 * TINY.compute_kv_bytes_per_token(4)
+    )
 
 
 @pytest.mark.parametrize(("degree", "divides"), [(1, True), (2, True), (4, True), (8, False)])
 def test_heads_are_divided_evenly(degree: int, divides: bool) -> None:
-    assert TINY.splits(degree) is divides
+    assert TINY.can_split(degree) is divides
 
 
 def test_three_heads_of_keys_are_not_split_over_two_ranks() -> None:
-    assert not ModelShape(1, 12, 6, 3, 2, 100.0, 100.0).splits(2)
+    assert not ModelShape(1, 12, 6, 3, 2, 100.0, 100.0).can_split(2)
 
 
 def test_what_weights_leave_is_room_for_contexts() -> None:
     gang = EngineGang(QWEN_14B, A800, 2)
     # 80 GB less half of 29.6 GB and the workspace; 40 layers x 4 heads x 128 features x 2 x 2 bytes
-    assert gang.capacity() == pytest.approx(0.96 * (80e9 - 14.8e9 - 1e9) / (40 * 4 * 128 * 4))
-    assert gang.fits(700_000)
-    assert not gang.fits(800_000)
+    assert gang.compute_kv_capacity() == pytest.approx(
+        0.96 * (80e9 - 14.8e9 - 1e9) / (40 * 4 * 128 * 4)
+    )
+    assert gang.can_fit(700_000)
+    assert not gang.can_fit(800_000)
 
 
 def test_a_model_that_is_too_large_for_one_needs_several() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
-    assert [degree for degree in DEGREES if EngineGang(large, A800, degree).fits(4096)] == [2, 4, 8]
+    assert [degree for degree in DEGREES if EngineGang(large, A800, degree).can_fit(4096)] == [
+        2,
+        4,
+        8,
+    ]
 
 
 def test_a_mixture_reads_the_experts_that_its_batch_is_sent_to() -> None:
     # 8 of 128 experts: (30.5 - 3.3) / (1 - 8/128) are the experts'.
     experts = 27.2e9 / (1 - 8 / 128)
-    assert QWEN_30B_A3B.read_parameters(1) == pytest.approx(3.3e9)
+    assert QWEN_30B_A3B.count_read_parameters(1) == pytest.approx(3.3e9)
     two = 30.5e9 - experts * (120 / 128) ** 2
-    assert QWEN_30B_A3B.read_parameters(2) == pytest.approx(two)
-    assert QWEN_30B_A3B.read_parameters(500) == pytest.approx(30.5e9)
+    assert QWEN_30B_A3B.count_read_parameters(2) == pytest.approx(two)
+    assert QWEN_30B_A3B.count_read_parameters(500) == pytest.approx(30.5e9)
 
 
 def test_prefill_is_linear_in_tokens_and_in_what_they_look_at() -> None:
     gang = EngineGang(TINY, PLAIN)
     # 2 operations a parameter, 2 a pair, layer and feature of all heads
-    assert gang.prefill_s(10) == pytest.approx((2 * 1000 * 10 + 2 * 8 * 2 * 100) / 5e5)
-    in_parts = gang.prefill_s(6) + gang.prefill_s(4, before=6)
-    assert in_parts == pytest.approx(gang.prefill_s(10))
+    assert gang.predict_prefill_s(10) == pytest.approx((2 * 1000 * 10 + 2 * 8 * 2 * 100) / 5e5)
+    in_parts = gang.predict_prefill_s(6) + gang.predict_prefill_s(4, prefix_tokens=6)
+    assert in_parts == pytest.approx(gang.predict_prefill_s(10))
 
 
 def test_a_gang_of_one_is_as_fast_as_a_paced_engine() -> None:
     seven = ModelShape(28, 3584, 28, 4, 128, 7.6e9, 7.6e9)
-    gang, pace = EngineGang(seven, declared()["A100"]), PROFILES["a100-7b"]
-    assert gang.step_s(1, 0) == pytest.approx(pace.decode_s)
-    assert gang.step_s(2 * pace.plateau, 0) == pytest.approx(2 * pace.decode_s, rel=0.02)
+    gang, pace = EngineGang(seven, load_accelerators()["A100"]), ENGINE_PROFILES["a100-7b"]
+    assert gang.predict_decode_step_s(1, 0) == pytest.approx(pace.decode_step_s)
+    assert gang.predict_decode_step_s(2 * pace.plateau_batch, 0) == pytest.approx(
+        2 * pace.decode_step_s, rel=0.02
+    )
 
 
 @given(st.sampled_from(DEGREES), st.integers(2, 512), st.integers(0, 40_000))
@@ -182,24 +212,28 @@ def test_a_curve_meets_the_steps_at_its_ends_and_is_never_below_them(
     degree: int, batch: int, context: int
 ) -> None:
     gang = EngineGang(QWEN_14B, A800, degree)
-    line = gang.curve(batch)
+    line = gang.predict_curve(batch)
     assert (line.kind, line.degree, line.steps) == ("A800", degree, 0)
     for at in (1, batch):
-        assert line.step_s(at, context) == pytest.approx(gang.step_s(at, context))
-    assert line.step_s(batch / 2, context) >= gang.step_s(max(1, batch / 2), context) * (1 - 1e-9)
+        assert line.predict_step_s(at, context) == pytest.approx(
+            gang.predict_decode_step_s(at, context)
+        )
+    assert line.predict_step_s(batch / 2, context) >= gang.predict_decode_step_s(
+        max(1, batch / 2), context
+    ) * (1 - 1e-9)
 
 
 def test_the_released_formula_is_as_many_times_too_fast_as_there_are_ranks() -> None:
     one, eight = EngineGang(QWEN_14B, A800), EngineGang(QWEN_14B, A800, 8)
     meets = 80 * A800.collective_s
-    assert released.step_s(one, 8, 4096) == pytest.approx(one.step_s(8, 4096))
-    reads = QWEN_14B.bytes / 8 + 8 * 4096 * QWEN_14B.kv_bytes(8)
+    assert released.step_s(one, 8, 4096) == pytest.approx(one.predict_decode_step_s(8, 4096))
+    reads = QWEN_14B.parameter_bytes / 8 + 8 * 4096 * QWEN_14B.compute_kv_bytes_per_token(8)
     assert released.step_s(eight, 8, 4096) - meets == pytest.approx(
         reads / A800.read_bytes_per_s / 8
     )
-    assert eight.step_s(8, 4096) / released.step_s(eight, 8, 4096) > 2.5
+    assert eight.predict_decode_step_s(8, 4096) / released.step_s(eight, 8, 4096) > 2.5
     # All ranks' room by one rank's tokens, but for the workspace.
-    assert released.capacity(eight) / eight.capacity() == pytest.approx(8, rel=0.02)
+    assert released.capacity(eight) / eight.compute_kv_capacity() == pytest.approx(8, rel=0.02)
 
 
 def test_the_shape_of_a_config() -> None:
@@ -207,13 +241,13 @@ def test_the_shape_of_a_config() -> None:
         "qwen3_moe", 1000, 64, 4, 8, 2, 8, 0,
         experts=16, experts_per_token=2, expert_ffn_size=32,
     )  # fmt: skip
-    shape = ModelShape.of(config)
-    assert shape.parameters == config.parameters
+    shape = ModelShape.from_config(config)
+    assert shape.parameters == config.num_parameters
     assert shape.parameters - shape.active == 4 * 14 * 3 * 64 * 32
     assert (shape.experts, shape.experts_per_token, shape.attention_width) == (16, 2, 64)
-    dense = ModelShape.of(ModelConfig("qwen3", 1000, 64, 4, 8, 2, 8, 128))
+    dense = ModelShape.from_config(ModelConfig("qwen3", 1000, 64, 4, 8, 2, 8, 128))
     assert dense.active == dense.parameters
-    assert dense.read_parameters(64) == dense.parameters
+    assert dense.count_read_parameters(64) == dense.parameters
 
 
 KEY = CorrectionKey("qwen3-14b", "A800", "rollout")
@@ -224,51 +258,51 @@ seconds = st.floats(1e-6, 1e6)
 def seen(observed: list[tuple[float, float]]) -> Correction:
     found = Correction()
     for predicted, took in observed:
-        found = found.seen(KEY, predicted, took)
+        found = found.observe(KEY, predicted, took)
     return found
 
 
 def test_what_nobody_has_observed_is_predicted_as_it_is() -> None:
-    assert Correction().predicted(KEY, 3.0) == 3.0
-    assert Correction().error(KEY) == 0.0
+    assert Correction().correct(KEY, 3.0) == 3.0
+    assert Correction().compute_error(KEY) == 0.0
 
 
 def test_one_observation_is_believed() -> None:
     found = seen([(2.0, 3.0)])
-    assert found.predicted(KEY, 4.0) == pytest.approx(6.0)
-    assert found.predicted(OTHER, 4.0) == 4.0
-    assert found.error(KEY) == pytest.approx(0.5)
+    assert found.correct(KEY, 4.0) == pytest.approx(6.0)
+    assert found.correct(OTHER, 4.0) == 4.0
+    assert found.compute_error(KEY) == pytest.approx(0.5)
 
 
 def test_first_observations_weigh_alike_as_ratios() -> None:
     found = seen([(1.0, 2.0), (1.0, 8.0)])
-    assert found.factor(KEY).value == pytest.approx(4.0)
+    assert found.get_factor(KEY).value == pytest.approx(4.0)
 
 
 def test_a_machine_that_has_changed_is_known_after_a_while() -> None:
     found = seen([(1.0, 2.0)] * 100 + [(1.0, 4.0)] * 30)
-    off = math.log(4.0 / found.factor(KEY).value)
-    assert off == pytest.approx(math.log(2.0) * FORGETTING**30, rel=1e-6)
-    assert found.error(KEY) < 0.15
+    off = math.log(4.0 / found.get_factor(KEY).value)
+    assert off == pytest.approx(math.log(2.0) * DECAY**30, rel=1e-6)
+    assert found.compute_error(KEY) < 0.15
 
 
 def test_a_prediction_that_comes_true_has_no_error_in_the_end() -> None:
-    assert seen([(1.0, 5.0)] * 60).error(KEY) < 0.01
+    assert seen([(1.0, 5.0)] * 60).compute_error(KEY) < 0.01
 
 
 @pytest.mark.parametrize("took", [0.0, -1.0, math.nan, math.inf])
 def test_what_is_no_time_is_not_learned_from(took: float) -> None:
     before = seen([(1.0, 2.0)])
-    assert before.seen(KEY, 1.0, took) == before.seen(KEY, took, 1.0) == before
+    assert before.observe(KEY, 1.0, took) == before.observe(KEY, took, 1.0) == before
 
 
 def test_the_factors_of_who_was_observed_last_are_kept() -> None:
     found = seen([(1.0, 2.0)])
-    for n in range(KEYS + 10):
-        found = found.seen(CorrectionKey("model", str(n), "rollout"), 1.0, 2.0)
-        found = found.seen(KEY, 1.0, 2.0)
-    assert len(found.factors) == KEYS
-    assert found.factor(KEY).count == KEYS + 11
+    for n in range(MAX_KEYS + 10):
+        found = found.observe(CorrectionKey("model", str(n), "rollout"), 1.0, 2.0)
+        found = found.observe(KEY, 1.0, 2.0)
+    assert len(found.factors) == MAX_KEYS
+    assert found.get_factor(KEY).count == MAX_KEYS + 11
     assert CorrectionKey("model", "0", "rollout") not in found.factors
 
 
@@ -276,60 +310,70 @@ def test_the_factors_of_who_was_observed_last_are_kept() -> None:
 def test_it_goes_through_json_and_stays_within_what_was_seen(
     observed: list[tuple[float, float]],
 ) -> None:
-    found = seen(observed).seen(OTHER, 1.0, 2.0)
-    assert restored(Correction, json.loads(json.dumps(plain(found)))) == found
+    found = seen(observed).observe(OTHER, 1.0, 2.0)
+    assert from_json_value(Correction, json.loads(json.dumps(to_json_value(found)))) == found
     ratios = [min(max(took / told, 0.01), 100.0) for told, took in observed]
     if ratios:
-        value = found.factor(KEY).value
+        value = found.get_factor(KEY).value
         assert min(ratios) * (1 - 1e-9) <= value <= max(ratios) * (1 + 1e-9)
 
 
-TERMS = StepTerms(groups=4, group_size=6, max_staleness=2, slots=64, bin_tokens=0)
-ALIKE = Demand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)
-RATES = StepRates(Curve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s=0.1, cores=0.0)
+TERMS = StepTerms(groups_per_step=4, group_size=6, max_staleness=2, engine_slots=64, bin_tokens=0)
+ALIKE = StepDemand(trajectories=24, sampled=50.0, tool_s=0.0, trained=1250.0)
+RATES = StepRates(DecodeCurve("cpu", 1, 0.02), friction=1.0, work_s=0.5, fixed_s=0.1, cores=0.0)
 
 
-def tailed(sigma: float) -> Demand:
+def tailed(sigma: float) -> StepDemand:
     """Lengths of this deviation of their logarithm."""
     drawn = np.random.default_rng(3).lognormal(0.0, sigma, 4000)
-    return replace(ALIKE, shape=tuple(map(float, np.quantile(drawn, LEVELS))))
+    return replace(ALIKE, shape=tuple(map(float, np.quantile(drawn, QUANTILES))))
 
 
 def test_a_slow_trainer_takes_its_own_time_whatever_the_lengths() -> None:
     slow = replace(RATES, work_s=30.0)
-    assert played_s(ALIKE, slow, Split(3, 1), TERMS) == pytest.approx(30.1)
-    assert played_s(ALIKE, slow, Split(2, 2), TERMS) == pytest.approx(15.1)
-    assert played_s(tailed(0.8), slow, Split(3, 1), TERMS) == pytest.approx(30.1, rel=0.1)
+    assert simulate_step_s(ALIKE, slow, WorkerSplit(3, 1), TERMS) == pytest.approx(30.1)
+    assert simulate_step_s(ALIKE, slow, WorkerSplit(2, 2), TERMS) == pytest.approx(15.1)
+    assert simulate_step_s(tailed(0.8), slow, WorkerSplit(3, 1), TERMS) == pytest.approx(
+        30.1, rel=0.1
+    )
 
 
 def test_without_staleness_stages_follow_one_another() -> None:
     strict = replace(TERMS, max_staleness=0)
-    assert played_s(ALIKE, RATES, Split(2, 1), strict) == pytest.approx(50 * 0.02 + 0.6)
+    assert simulate_step_s(ALIKE, RATES, WorkerSplit(2, 1), strict) == pytest.approx(
+        50 * 0.02 + 0.6
+    )
 
 
 def test_engines_that_are_full_share_what_they_generate() -> None:
     """A token takes as long as all that are at an engine: two engines generate twice as much."""
-    full = replace(RATES, curve=Curve("cpu", 1, 0.0, 0.002), work_s=0.0, fixed_s=0.0)
-    one, two = (played_s(ALIKE, full, Split(n, 1), TERMS) for n in (1, 2))
+    full = replace(RATES, curve=DecodeCurve("cpu", 1, 0.0, 0.002), work_s=0.0, fixed_s=0.0)
+    one, two = (simulate_step_s(ALIKE, full, WorkerSplit(n, 1), TERMS) for n in (1, 2))
     assert one == pytest.approx(24 * 50 * 0.002, rel=0.05) and two == pytest.approx(one / 2)
 
 
 def test_slots_bound_what_is_generated_together() -> None:
-    few = replace(TERMS, slots=2)
+    few = replace(TERMS, engine_slots=2)
     idle = replace(RATES, work_s=0.0, fixed_s=0.0)
-    assert played_s(ALIKE, idle, Split(1, 1), few) == pytest.approx(24 * 50 * 0.02 / 2, rel=0.05)
+    assert simulate_step_s(ALIKE, idle, WorkerSplit(1, 1), few) == pytest.approx(
+        24 * 50 * 0.02 / 2, rel=0.05
+    )
 
 
 def test_a_long_tail_takes_longer_although_the_mean_is_the_same() -> None:
-    bound = replace(RATES, curve=Curve("cpu", 1, 0.05), work_s=0.2)
-    takes = [played_s(tailed(sigma), bound, Split(3, 1), TERMS) for sigma in (0.1, 0.5, 1.0)]
+    bound = replace(RATES, curve=DecodeCurve("cpu", 1, 0.05), work_s=0.2)
+    takes = [
+        simulate_step_s(tailed(sigma), bound, WorkerSplit(3, 1), TERMS) for sigma in (0.1, 0.5, 1.0)
+    ]
     assert takes[0] < takes[1] < takes[2] and takes[2] > 1.5 * takes[0]
 
 
 def test_tools_are_waited_for_and_nothing_else_is_where_engines_are_fast() -> None:
     tools = replace(ALIKE, tool_s=9.0)
-    fast = replace(RATES, curve=Curve("cpu", 1, 1e-6), work_s=0.0, fixed_s=0.0)
-    assert played_s(tools, fast, Split(4, 1), TERMS) == pytest.approx(9.0 / 3, rel=0.01)
+    fast = replace(RATES, curve=DecodeCurve("cpu", 1, 1e-6), work_s=0.0, fixed_s=0.0)
+    assert simulate_step_s(tools, fast, WorkerSplit(4, 1), TERMS) == pytest.approx(
+        9.0 / 3, rel=0.01
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -343,20 +387,22 @@ def test_tools_are_waited_for_and_nothing_else_is_where_engines_are_fast() -> No
 def test_no_step_is_shorter_than_its_training_or_longer_than_all_after_another(
     sigma: float, base_s: float, work_s: float, tool_s: float, groups: int
 ) -> None:
-    terms = replace(TERMS, groups=groups)
+    terms = replace(TERMS, groups_per_step=groups)
     now = replace(tailed(sigma), tool_s=tool_s)
-    then = replace(RATES, curve=Curve("cpu", 1, base_s), work_s=work_s)
-    found = played_s(now, then, Split(2, 1), terms)
-    assert found == played_s(now, then, Split(2, 1), terms), "it is no chance"
+    then = replace(RATES, curve=DecodeCurve("cpu", 1, base_s), work_s=work_s)
+    found = simulate_step_s(now, then, WorkerSplit(2, 1), terms)
+    assert found == simulate_step_s(now, then, WorkerSplit(2, 1), terms), "it is no chance"
     assert found >= 0.7 * (then.fixed_s + work_s)
     longest_s = 50 * max(now.shape) / float(np.mean(now.shape)) * base_s + tool_s
     assert found <= 4 * (longest_s + then.fixed_s + work_s)
 
 
 def test_fewer_engines_that_are_as_fast_are_no_slower_alone_and_slower_when_full() -> None:
-    narrow = Split(3, 1, speed=1.0, width=1 / 3)
+    narrow = WorkerSplit(3, 1, speed=1.0, width=1 / 3)
     idle = replace(RATES, work_s=0.0, fixed_s=0.0)
-    assert played_s(ALIKE, idle, narrow, TERMS) == played_s(ALIKE, idle, Split(1, 1), TERMS)
-    full = replace(idle, curve=Curve("cpu", 1, 0.0, 0.002))
-    wide_s = played_s(ALIKE, full, Split(3, 1), TERMS)
-    assert played_s(ALIKE, full, narrow, TERMS) == pytest.approx(3 * wide_s)
+    assert simulate_step_s(ALIKE, idle, narrow, TERMS) == simulate_step_s(
+        ALIKE, idle, WorkerSplit(1, 1), TERMS
+    )
+    full = replace(idle, curve=DecodeCurve("cpu", 1, 0.0, 0.002))
+    wide_s = simulate_step_s(ALIKE, full, WorkerSplit(3, 1), TERMS)
+    assert simulate_step_s(ALIKE, full, narrow, TERMS) == pytest.approx(3 * wide_s)

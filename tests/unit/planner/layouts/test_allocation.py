@@ -16,23 +16,33 @@ from hypothesis import strategies as st
 from loadtests.layouts import brute
 from loadtests.layouts.brute import iteration_s
 from loadtests.layouts.cases import DEGREES, QWEN_14B, lengths, servers, serves_s, small
-from meshrl.common.hardware.profiles import declared
-from meshrl.common.hardware.shapes import ModelShape
-from meshrl.common.state.pool.demand.measured import Curve
-from meshrl.services.planner.balance.shapes import rollout_s
-from meshrl.services.planner.costs.rollout import EngineGang
-from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork
+from meshrl.common.hardware.accelerators import load_accelerators
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.services.planner.balance.rollout_shapes import predict_rollout_s
+from meshrl.services.planner.costs.rollout_costs import EngineGang
+from meshrl.services.planner.costs.training_costs import TrainingLayout, TrainingWork
 from meshrl.services.planner.layouts.allocation import (
     NO_TRAINING,
     TOLERANCE,
     LayoutPlan,
-    Timed,
+    TrainingOption,
     allocate,
 )
-from meshrl.services.planner.layouts.grouping import alike, groups_for, quantiles, together
-from meshrl.services.planner.layouts.nodes import LayoutNode, placed, supply, without
-from meshrl.services.planner.layouts.serving import GangServer, Served
-from meshrl.sim.cluster.ways import Trainable, TrainingWays
+from meshrl.services.planner.layouts.layout_nodes import (
+    LayoutNode,
+    count_supply,
+    place_gangs,
+    take_accelerators,
+)
+from meshrl.services.planner.layouts.length_groups import (
+    choose_group_count,
+    group_by_quantiles,
+    make_uniform_group,
+    merge_groups,
+)
+from meshrl.services.planner.layouts.range_costs import GangServer, RangeCosts
+from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
 
 
 @pytest.mark.rotating(2)
@@ -44,32 +54,32 @@ def test_a_plan_is_as_short_as_the_shortest_of_all(seed: int) -> None:
     ranges = case.ranges
     shortest = iteration_s(
         ranges.kinds,
-        ranges.groups,
+        ranges.group_count,
         case.nodes,
         case.ways,
         case.cost,
     )
     assert plan is None if math.isinf(shortest) else plan is not None
     if plan is not None:
-        assert plan.exact
+        assert plan.is_exact
         assert plan.iteration_s == pytest.approx(shortest, rel=1e-9)
 
 
-def checked(plan: LayoutPlan, ranges: Served, nodes: Sequence[LayoutNode]) -> None:
+def checked(plan: LayoutPlan, ranges: RangeCosts, nodes: Sequence[LayoutNode]) -> None:
     """What every plan promises: all groups once and in order, in gangs that lie in nodes."""
     ends = [0, *(gang.end for gang in plan.gangs)]
     assert [gang.first for gang in plan.gangs] == ends[:-1]
-    assert ends[-1] == ranges.groups
+    assert ends[-1] == ranges.group_count
     used: Counter[str] = Counter()
-    for place in plan.trains_at:
-        used[place] += plan.training.layout.tensor
+    for place in plan.training_places:
+        used[place] += plan.training_option.layout.tensor_parallel
     kinds = {node.place: node.kind for node in nodes}
     for gang in plan.gangs:
         used[gang.place] += gang.degree
         assert kinds[gang.place] == gang.kind
         server = list(ranges.kinds).index((gang.kind, gang.degree))
-        assert gang.seconds == ranges.seconds(server, gang.first, gang.end)
-    assert all(used[node.place] <= node.free for node in nodes)
+        assert gang.rollout_s == ranges.predict_range_s(server, gang.first, gang.end)
+    assert all(used[node.place] <= node.free_accelerators for node in nodes)
 
 
 @pytest.mark.rotating(2)
@@ -80,7 +90,7 @@ def test_a_plan_serves_every_group_with_the_accelerators_there_are(seed: int) ->
     plan = allocate(case.ranges, case.nodes, case.ways)
     if plan is not None:
         checked(plan, case.ranges, case.nodes)
-        assert plan.iteration_s == max(plan.train_s, *(gang.seconds for gang in plan.gangs))
+        assert plan.iteration_s == max(plan.train_s, *(gang.rollout_s for gang in plan.gangs))
 
 
 @pytest.mark.deep
@@ -89,7 +99,7 @@ def test_a_plan_serves_every_group_with_the_accelerators_there_are(seed: int) ->
 def test_a_coarse_search_finds_a_plan_that_is_no_shorter(seed: int) -> None:
     case = small(seed, groups=30, most=40)
     exact = allocate(case.ranges, case.nodes, case.ways)
-    coarse = allocate(case.ranges, case.nodes, case.ways, limit=200)
+    coarse = allocate(case.ranges, case.nodes, case.ways, max_cells=200)
     if coarse is not None:
         assert exact is not None
         checked(coarse, case.ranges, case.nodes)
@@ -100,22 +110,26 @@ def test_large_clusters_are_planned_exactly_where_their_nodes_are_whole() -> Non
     rng = random.Random(3)
     nodes = [LayoutNode(kind, f"{kind}{n}", 8) for kind in ("A800", "H100") for n in range(8)]
     groups = lengths(rng, 1024, 3000, 0.3)
-    ranges = Served(servers(QWEN_14B, ("A800", "H100")), groups)
-    work = TrainingWork(1024, sum(g.generated for g in groups), sum(g.held for g in groups))
-    ways = TrainingWays(QWEN_14B, work, declared(), Trainable(grain=8)).ways(nodes)
-    plan, coarse = allocate(ranges, nodes, ways), allocate(ranges, nodes, ways, limit=500)
+    ranges = RangeCosts(servers(QWEN_14B, ("A800", "H100")), groups)
+    work = TrainingWork(
+        1024, sum(g.generated_tokens for g in groups), sum(g.context_token_steps for g in groups)
+    )
+    ways = TrainingCandidates(
+        QWEN_14B, work, load_accelerators(), TrainingCapabilities(worker_multiple=8)
+    ).list_candidates(nodes)
+    plan, coarse = allocate(ranges, nodes, ways), allocate(ranges, nodes, ways, max_cells=500)
     assert plan is not None
     assert coarse is not None
-    assert plan.exact
-    assert not coarse.exact
+    assert plan.is_exact
+    assert not coarse.is_exact
     checked(plan, ranges, nodes)
     assert plan.iteration_s <= coarse.iteration_s <= 1.2 * plan.iteration_s
 
 
 def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
-    groups = [alike(200, 200, 200), alike(4, 1000, 30_000)]
+    groups = [make_uniform_group(200, 200, 200), make_uniform_group(4, 1000, 30_000)]
     nodes = [LayoutNode("A800", "host", 8), LayoutNode("A800", "other", 2)]
-    plan = allocate(Served(servers(QWEN_14B, ("A800",)), groups), nodes, [NO_TRAINING])
+    plan = allocate(RangeCosts(servers(QWEN_14B, ("A800",)), groups), nodes, [NO_TRAINING])
     assert plan is not None
     assert plan.gangs[-1].degree == 8
     assert plan.gangs[-1].place == "host"
@@ -124,7 +138,7 @@ def test_long_trajectories_go_to_gangs_of_more_ranks() -> None:
 
 def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
     large = ModelShape(80, 8192, 64, 8, 128, 70e9, 70e9)
-    ranges = Served(servers(large, ("A800",)), [alike(8, 100, 1000)])
+    ranges = RangeCosts(servers(large, ("A800",)), [make_uniform_group(8, 100, 1000)])
     nodes = [LayoutNode("A800", f"host{n}", 1) for n in range(8)]
     assert allocate(ranges, nodes, [NO_TRAINING]) is None
     pair = allocate(ranges, [LayoutNode("A800", "host", 2)], [NO_TRAINING])
@@ -133,11 +147,11 @@ def test_a_model_that_no_gang_of_the_nodes_holds_has_no_plan() -> None:
 
 
 def test_training_never_takes_what_the_last_engine_needs() -> None:
-    ranges = Served(servers(QWEN_14B, ("A800",)), [alike(8, 100, 1000)])
-    ways = [Timed(TrainingLayout("A800", n), 100.0 / n) for n in range(1, 9)]
+    ranges = RangeCosts(servers(QWEN_14B, ("A800",)), [make_uniform_group(8, 100, 1000)])
+    ways = [TrainingOption(TrainingLayout("A800", n), 100.0 / n) for n in range(1, 9)]
     plan = allocate(ranges, [LayoutNode("A800", "host", 8)], ways)
     assert plan is not None
-    assert plan.training.layout.workers < 8
+    assert plan.training_option.layout.workers < 8
     assert allocate(ranges, [LayoutNode("A800", "host", 1)], ways) is None
 
 
@@ -151,10 +165,10 @@ def nodes_of(free: list[int]) -> list[LayoutNode]:
 
 def test_a_node_is_the_powers_of_two_that_it_is_the_sum_of() -> None:
     nodes = [*nodes_of([7, 12]), LayoutNode("B", "other", 5)]
-    assert supply(nodes, {"A": 8, "B": 2}) == {
+    assert count_supply(nodes, {"A": 8, "B": 2}) == {
         ("A", 4): 8, ("A", 2): 2, ("A", 1): 1, ("A", 8): 8, ("B", 2): 4, ("B", 1): 1
     }  # fmt: skip
-    assert supply(nodes, {"B": 8}) == {("B", 4): 4, ("B", 1): 1}
+    assert count_supply(nodes, {"B": 8}) == {("B", 4): 4, ("B", 1): 1}
 
 
 @given(frees, degrees)
@@ -166,12 +180,12 @@ def test_gangs_are_placed_exactly_where_they_fit(free: list[int], gangs: list[in
     )
     if not fits:
         with pytest.raises(ValueError, match="no node has"):
-            placed(nodes, wanted)
+            place_gangs(nodes, wanted)
         return
     used: Counter[str] = Counter()
-    for (_, degree), place in zip(wanted, placed(nodes, wanted), strict=True):
+    for (_, degree), place in zip(wanted, place_gangs(nodes, wanted), strict=True):
         used[place] += degree
-    assert all(used[node.place] <= node.free for node in nodes)
+    assert all(used[node.place] <= node.free_accelerators for node in nodes)
 
 
 @given(frees, st.integers(0, 12), st.sampled_from((1, 2, 4)), degrees)
@@ -187,14 +201,14 @@ def test_what_is_taken_leaves_room_for_whatever_any_choice_leaves_room_for(
             for i in range(len(left))
             if left[i] >= unit
         }
-    taken = without(nodes, "A", units * unit, unit)
+    taken = take_accelerators(nodes, "A", units * unit, unit)
     assert (taken is None) == (not choices)
     if taken is None:
         return
     left, places = taken
     assert len(places) == units
     wanted = tuple(sorted((("A", degree) for degree in gangs), key=lambda gang: -gang[1]))
-    ours = brute.packs(tuple(sorted((node.kind, node.free) for node in left)), wanted)
+    ours = brute.packs(tuple(sorted((node.kind, node.free_accelerators) for node in left)), wanted)
     any_choice = any(
         brute.packs(tuple(sorted(("A", count) for count in choice)), wanted) for choice in choices
     )
@@ -209,8 +223,8 @@ def test_gangs_take_the_least_of_all_ways_to_cut_lengths_for_them(seed: int) -> 
     gangs = [rng.choice(ranges.kinds) for _ in range(rng.randint(1, 4))]
     whole = [(f"{kind} x {degree}", degree) for kind, degree in ranges.kinds]
     left = tuple(sorted((f"{kind} x {degree}", degree) for kind, degree in gangs))
-    tried = brute.rollout_s(whole, left, brute.partitions(ranges.groups), case.cost)
-    assert rollout_s(ranges, gangs, 1e-9) == pytest.approx(tried, rel=2e-9)
+    tried = brute.rollout_s(whole, left, brute.partitions(ranges.group_count), case.cost)
+    assert predict_rollout_s(ranges, gangs, 1e-9) == pytest.approx(tried, rel=2e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -220,97 +234,120 @@ def test_the_gangs_of_a_plan_take_what_the_plan_says(seed: int) -> None:
     plan = allocate(case.ranges, case.nodes, [NO_TRAINING], 1e-9)
     if plan is not None:
         gangs = [(gang.kind, gang.degree) for gang in plan.gangs]
-        assert rollout_s(case.ranges, gangs, 1e-9) == pytest.approx(plan.rollout_s, rel=2e-9)
+        assert predict_rollout_s(case.ranges, gangs, 1e-9) == pytest.approx(
+            plan.rollout_s, rel=2e-9
+        )
 
 
 def test_no_gangs_and_gangs_without_a_server_serve_nobody() -> None:
-    ranges = Served(servers(QWEN_14B, ("A800",)), [alike(8, 100, 1000)])
-    assert rollout_s(ranges, []) == float("inf")
-    assert rollout_s(ranges, [("H100", 1)]) == float("inf")
-    alone = [rollout_s(ranges, [("A800", degree)]) for degree in DEGREES]
+    ranges = RangeCosts(servers(QWEN_14B, ("A800",)), [make_uniform_group(8, 100, 1000)])
+    assert predict_rollout_s(ranges, []) == float("inf")
+    assert predict_rollout_s(ranges, [("H100", 1)]) == float("inf")
+    alone = [predict_rollout_s(ranges, [("A800", degree)]) for degree in DEGREES]
     assert alone == sorted(alone, reverse=True)
-    assert rollout_s(ranges, [("H100", 1), ("A800", 1)]) == alone[0]
+    assert predict_rollout_s(ranges, [("H100", 1), ("A800", 1)]) == alone[0]
 
 
 def test_one_trajectory_holds_its_context_at_every_step() -> None:
-    one = alike(1, 100, 10)
-    assert (one.prompts, one.generated, one.longest_context) == (100, 10, 110)
-    assert one.held == pytest.approx(sum(100 + step + 0.5 for step in range(10)))
+    one = make_uniform_group(1, 100, 10)
+    assert (one.prompt_tokens, one.generated_tokens, one.max_context_tokens) == (100, 10, 110)
+    assert one.context_token_steps == pytest.approx(sum(100 + step + 0.5 for step in range(10)))
 
 
 def test_groups_are_summed_and_keep_their_longest() -> None:
-    both = together([alike(3, 10, 100, tool_s=5.0), alike(2, 20, 50)])
-    assert (both.requests, both.prompts, both.generated) == (5, 70, 400)
-    assert (both.longest, both.prompt, both.longest_context, both.tool_s) == (100, 20, 110, 5.0)
+    both = merge_groups([make_uniform_group(3, 10, 100, tool_s=5.0), make_uniform_group(2, 20, 50)])
+    assert (both.requests, both.prompt_tokens, both.generated_tokens) == (5, 70, 400)
+    assert (
+        both.max_generated_tokens,
+        both.max_prompt_tokens,
+        both.max_context_tokens,
+        both.max_tool_s,
+    ) == (100, 20, 110, 5.0)
 
 
 @given(st.integers(0, 1000), st.integers(1, 100))
 def test_quantiles_lose_nothing_and_keep_the_order(seed: int, count: int) -> None:
     groups = lengths(random.Random(seed), 200, 1000, 1.0)
     random.Random(seed).shuffle(groups)
-    found = quantiles(groups, count)
+    found = group_by_quantiles(groups, count)
     assert len(found) <= count
-    whole, parts = together(groups), together(found)
-    assert (parts.requests, parts.longest) == (whole.requests, whole.longest)
-    assert parts.held == pytest.approx(whole.held)
-    assert all(a.longest <= b.longest for a, b in pairwise(found))
+    whole, parts = merge_groups(groups), merge_groups(found)
+    assert (parts.requests, parts.max_generated_tokens) == (
+        whole.requests,
+        whole.max_generated_tokens,
+    )
+    assert parts.context_token_steps == pytest.approx(whole.context_token_steps)
+    assert all(a.max_generated_tokens <= b.max_generated_tokens for a, b in pairwise(found))
 
 
 def test_the_longest_are_in_groups_of_fewer() -> None:
-    found = quantiles(lengths(random.Random(0), 4096, 1000, 1.0), 64)
+    found = group_by_quantiles(lengths(random.Random(0), 4096, 1000, 1.0), 64)
     assert len(found) == 64
-    shares = [group.generated for group in found]
+    shares = [group.generated_tokens for group in found]
     assert max(shares) < 1.6 * sum(shares) / 64
     assert found[-1].requests < found[0].requests / 5
 
 
 def test_more_accelerators_are_given_more_groups() -> None:
-    assert groups_for(2) == 256
-    assert groups_for(256) == 4096
+    assert choose_group_count(2) == 256
+    assert choose_group_count(256) == 4096
 
 
-SERVER = GangServer(Curve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4)
+SERVER = GangServer(
+    DecodeCurve("A", 1, 1.0, 0.01, 0.001, prefill_tokens_per_s=100.0), 1000.0, slots=4
+)
 
 
 def test_few_trajectories_take_the_steps_of_the_longest() -> None:
-    took = serves_s(SERVER, [alike(1, 0, 10), alike(2, 0, 20)])
+    took = serves_s(SERVER, [make_uniform_group(1, 0, 10), make_uniform_group(2, 0, 20)])
     assert took == pytest.approx(20 + 0.01 * 50 + 0.001 * (50 + 2 * 200))
 
 
 def test_many_take_turns_in_its_slots() -> None:
-    assert serves_s(SERVER, [alike(40, 0, 10)]) == pytest.approx(100 + 0.01 * 400 + 0.001 * 2000)
+    assert serves_s(SERVER, [make_uniform_group(40, 0, 10)]) == pytest.approx(
+        100 + 0.01 * 400 + 0.001 * 2000
+    )
 
 
 def test_large_contexts_take_turns_in_its_memory() -> None:
-    took = serves_s(SERVER, [alike(10, 500, 10)])
+    took = serves_s(SERVER, [make_uniform_group(10, 500, 10)])
     held = 10 * 10 * 505
     assert took == pytest.approx(held / 1000 + 0.01 * 100 + 0.001 * held + 5000 / 100)
 
 
 def test_a_large_batch_takes_its_arithmetic() -> None:
-    busy = replace(SERVER, slots=400, busy_s=0.5)
-    took = serves_s(busy, [alike(40, 0, 10)])
+    busy = replace(SERVER, slots=400, token_compute_s=0.5)
+    took = serves_s(busy, [make_uniform_group(40, 0, 10)])
     assert took == pytest.approx(0.5 * 400 + 0.01 * 400 + 0.001 * 2000)
 
 
 @pytest.mark.parametrize("batch", [16, 64, 256])
 @pytest.mark.parametrize("degree", [1, 8])
 def test_a_full_batch_takes_the_steps_of_the_cost_model(batch: int, degree: int) -> None:
-    gang = EngineGang(QWEN_14B, declared()["A800"], degree)
-    took = serves_s(GangServer.of(gang), [alike(batch, 0, 1000)])
+    gang = EngineGang(QWEN_14B, load_accelerators()["A800"], degree)
+    took = serves_s(GangServer.from_gang(gang), [make_uniform_group(batch, 0, 1000)])
     # Within the latency of all-reduces, which hides behind arithmetic here and does not there.
-    assert took == pytest.approx(1000 * gang.step_s(batch, 500), rel=0.07)
+    assert took == pytest.approx(1000 * gang.predict_decode_step_s(batch, 500), rel=0.07)
 
 
 def test_nothing_takes_less_than_the_longest_alone_with_its_tools() -> None:
-    took = serves_s(SERVER, [alike(1, 0, 10, tool_s=60.0), alike(1, 0, 20)])
-    assert took == pytest.approx(60 + 10 * SERVER.curve.step_s(1, 5))
+    took = serves_s(
+        SERVER, [make_uniform_group(1, 0, 10, tool_s=60.0), make_uniform_group(1, 0, 20)]
+    )
+    assert took == pytest.approx(60 + 10 * SERVER.curve.predict_step_s(1, 5))
 
 
 def test_what_does_not_fit_is_never_served() -> None:
-    assert serves_s(SERVER, [alike(1, 990, 20)]) == float("inf")
-    ranges = Served([SERVER], [alike(1, 0, 10), alike(1, 990, 20), alike(1, 0, 30)])
-    assert ranges.reach(0, 1e9).tolist() == [1, 1, 3, 3]
+    assert serves_s(SERVER, [make_uniform_group(1, 990, 20)]) == float("inf")
+    ranges = RangeCosts(
+        [SERVER],
+        [
+            make_uniform_group(1, 0, 10),
+            make_uniform_group(1, 990, 20),
+            make_uniform_group(1, 0, 30),
+        ],
+    )
+    assert ranges.find_range_ends(0, 1e9).tolist() == [1, 1, 3, 3]
 
 
 @given(st.integers(0, 10**6))
@@ -318,23 +355,23 @@ def test_ranges_take_what_their_groups_take_and_reach_as_far_as_they_can(seed: i
     rng = random.Random(seed)
     of = servers(QWEN_14B, ("A800", "L40S"), rng.choice((8, 256)))
     groups = lengths(rng, 12, rng.choice((300, 6000)), 1.2)
-    ranges = Served(of, groups)
+    ranges = RangeCosts(of, groups)
     for server, one in enumerate(of):
         first, end = sorted((rng.randrange(12), rng.randrange(1, 13)))
         end = max(end, first + 1)
-        took = ranges.seconds(server, first, end)
+        took = ranges.predict_range_s(server, first, end)
         assert took == pytest.approx(serves_s(one, groups[first:end]))
         if took == float("inf"):
             continue
         limit_s = took * rng.choice((0.999, 1.0, 1.001))
-        reach = ranges.reach(server, limit_s)
+        reach = ranges.find_range_ends(server, limit_s)
         for begin, upto in enumerate(reach.tolist()):
             slack = limit_s * (1 + 1e-9)
-            assert upto == begin or ranges.seconds(server, begin, upto) <= slack
+            assert upto == begin or ranges.predict_range_s(server, begin, upto) <= slack
             if upto < 12:
-                assert ranges.seconds(server, begin, upto + 1) > limit_s * (1 - 1e-9)
+                assert ranges.predict_range_s(server, begin, upto + 1) > limit_s * (1 - 1e-9)
 
 
 def test_groups_out_of_order_are_refused() -> None:
     with pytest.raises(ValueError, match="not in order"):
-        Served([SERVER], [alike(1, 0, 20), alike(1, 0, 10)])
+        RangeCosts([SERVER], [make_uniform_group(1, 0, 20), make_uniform_group(1, 0, 10)])

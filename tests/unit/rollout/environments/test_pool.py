@@ -23,8 +23,8 @@ from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import EnvironmentConfig, JobConfig, RolloutConfig
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.tokens.tokenizer import Tokenizer
-from meshrl.services.environment.environments import made, parser
-from meshrl.services.rollout.environments.pool import EnvironmentPool, command
+from meshrl.services.environment.environments import build_environments, build_parser
+from meshrl.services.rollout.environments.environment_pool import EnvironmentPool, build_command
 from meshrl.services.rollout.trajectories.failures import TrajectoryFailed
 from tests.load import scaled
 from tests.meshes import alone
@@ -87,9 +87,9 @@ async def reports_a_stopped_process(pool: EnvironmentPool) -> None:
     for number, expected in ((signal.SIGSTOP, [name]), (signal.SIGCONT, list[str]())):
         os.kill(pid, number)
         async with asyncio.timeout(scaled(20.0)):
-            while list(pool.stopped()) != expected:
+            while list(pool.list_stopped()) != expected:
                 await asyncio.sleep(0.01)
-        assert pool.stopped() == pool.stopped(), "since when does not change"
+        assert pool.list_stopped() == pool.list_stopped(), "since when does not change"
 
 
 async def encoded(pool: EnvironmentPool, digit: int) -> list[int]:
@@ -203,13 +203,17 @@ def test_an_environment_process_holds_the_jobs_own_chat_template(tmp_path: Path)
     directory_of(FORMATS["qwen3"], tmp_path)
     environment = EnvironmentConfig(chat="template", chat_options={"enable_thinking": False})
     config = JobConfig(environment=environment, rollout=RolloutConfig(stop=["</s>", "<|im_end|>"]))
-    argv = command(JobData("job", config, tmp_path, tmp_path))
-    served = made(parser().parse_args(argv[3:]))
-    status, ids = served.perform(1, "begin", {"prompt": "hello"})
+    argv = build_command(JobData("job", config, tmp_path, tmp_path))
+    served = build_environments(build_parser().parse_args(argv[3:]))
+    status, ids = served.run_operation(1, "begin", {"prompt": "hello"})
     tokenizer = Tokenizer.load(tmp_path)
     assert status == "ok"
     assert tokenizer.decode(ids).endswith("assistant\n<think>\n\n</think>\n\n")
-    assert served.perform(1, "step", tokenizer.encode("so</s>"))[1] == ["so</s>", "done", None]
+    assert served.run_operation(1, "step", tokenizer.encode("so</s>"))[1] == [
+        "so</s>",
+        "done",
+        None,
+    ]
 
 
 # A turn of "1" is over when another trajectory's "2" has come.

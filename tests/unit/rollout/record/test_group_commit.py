@@ -13,28 +13,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.api.engine import Finish, Tokens
-from meshrl.common.api.weights import Group
+from meshrl.common.api.engine import FinishReason, TokenBatch
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding import blob, messages
 from meshrl.common.base.encoding.blob import pack, unpack
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.base.experts import NO_EXPERTS, UNKNOWN, laid_out
+from meshrl.common.base.expert_routing import NO_EXPERTS, UNKNOWN_EXPERT, concatenate_experts
 from meshrl.common.base.random import Random
-from meshrl.common.generation.contract import Flush
-from meshrl.common.records.ledger import Kind, Ledger, read
-from meshrl.common.records.token_record import TokenRows
-from meshrl.services.engine.stepping.shards import cut
-from meshrl.services.rollout.record.finished_groups import finished_group
+from meshrl.common.generation.engine_contract import EngineOutput
+from meshrl.common.records.ledger import Ledger, RecordKind, iter_records
+from meshrl.common.records.token_records import TokenRows
+from meshrl.services.engine.stepping.shard_streams import cut_flush
+from meshrl.services.rollout.record.finished_groups import build_group
 from meshrl.services.rollout.record.group_commit import WINDOW_S, GroupCommit
 from meshrl.services.rollout.record.staging import ROW_TOKENS, OpenRequest, Staging
-from meshrl.services.rollout.trajectories.trajectory import Ending, Restored, Trajectory
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.services.rollout.trajectories.trajectory import (
+    RestoredGroups,
+    Trajectory,
+    TrajectoryOutcome,
+)
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.records.test_ledger import HOST
 
-RUNNING, STOP, ABORTED = Finish.RUNNING, Finish.STOP, Finish.ABORTED
+RUNNING, STOP, ABORTED = FinishReason.RUNNING, FinishReason.STOP, FinishReason.ABORTED
 PROMPT = [7, 8, 9]
 
 
@@ -47,7 +51,7 @@ class Written:
     records: int = 0
     full: bool = False
 
-    async def tokens(self, rows: TokenRows) -> None:
+    async def write_tokens(self, rows: TokenRows) -> None:
         while self.full:
             await self.clock.sleep(0.5)
         self.records += 1
@@ -71,9 +75,9 @@ class Bench:
     def open(self, recorded: bool = True) -> tuple[Trajectory, OpenRequest, asyncio.Future[int]]:
         self.made += 1
         t = Trajectory(self.made // 8, self.made % 8, 0, 0, 0)
-        t.recorded = recorded
-        t.begin(PROMPT)
-        request = self.commits.open(t)
+        t.is_recorded = recorded
+        t.set_prompt(PROMPT)
+        request = self.commits.open_request(t)
         return t, request, request.done
 
     def in_ledger(self, t: Trajectory) -> list[int]:
@@ -87,18 +91,18 @@ def on_bench(story: Callable[[Bench], Any]) -> None:
     run_virtual(main, limit_s=3600.0)
 
 
-def flush(*rows: tuple[OpenRequest, list[int], int]) -> Tokens:
+def flush(*rows: tuple[OpenRequest, list[int], int]) -> TokenBatch:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
-    return Tokens(
-        ids=np.array([request.id for request, _, _ in rows], np.int64),
-        counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
+    return TokenBatch(
+        request_ids=np.array([request.id for request, _, _ in rows], np.int64),
+        token_counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
         tokens=tokens,
         logprobs=-tokens.astype(np.float32),
-        unmodified=np.zeros(0, np.float32),
-        versions=tokens % 5,
-        finish=np.array([finish for *_, finish in rows], np.int8),
-        version=0,
+        raw_logprobs=np.zeros(0, np.float32),
+        token_versions=tokens % 5,
+        finish_reasons=np.array([finish for *_, finish in rows], np.int8),
+        loaded_version=0,
     )
 
 
@@ -106,13 +110,13 @@ def flush(*rows: tuple[OpenRequest, list[int], int]) -> Tokens:
 async def test_a_turn_ends_once_its_last_token_is_written(bench: Bench) -> None:
     t, request, done = bench.open()
     bench.written.full = True
-    await bench.commits.put("a", flush((request, [1, 2], RUNNING)))
-    await bench.commits.put("a", flush((request, [3], STOP)))
+    await bench.commits.add_flush("a", flush((request, [1, 2], RUNNING)))
+    await bench.commits.add_flush("a", flush((request, [3], STOP)))
     await bench.clock.sleep(5.0)
     assert t.length == 3 and not done.done()
     bench.written.full = False
     assert await done == STOP
-    assert t.turn.tolist() == bench.in_ledger(t) == [1, 2, 3]
+    assert t.turn_tokens.tolist() == bench.in_ledger(t) == [1, 2, 3]
     assert t.logprobs.tolist() == [0, 0, 0, -1, -2, -3]
     assert t.versions.tolist() == [-1, -1, -1, 1, 2, 3]
 
@@ -120,11 +124,11 @@ async def test_a_turn_ends_once_its_last_token_is_written(bench: Bench) -> None:
 @story_on(on_bench)
 async def test_what_arrives_within_a_window_is_one_record(bench: Bench) -> None:
     turns = [bench.open() for _ in range(200)]
-    await bench.commits.put("first", flush())
-    await bench.commits.settled()
+    await bench.commits.add_flush("first", flush())
+    await bench.commits.wait_until_written()
     for n in range(10):
         part = [(request, [n], RUNNING) for _, request, _ in turns[20 * n : 20 * n + 20]]
-        await bench.commits.put(f"engine {n}", flush(*part))
+        await bench.commits.add_flush(f"engine {n}", flush(*part))
     await bench.clock.sleep(2 * WINDOW_S)
     assert bench.written.records == 1
     assert all(t.length == 4 for t, _, _ in turns)
@@ -134,39 +138,39 @@ async def test_what_arrives_within_a_window_is_one_record(bench: Bench) -> None:
 async def test_tokens_count_as_they_are_written_though_nobody_has_woken(bench: Bench) -> None:
     t, request, done = bench.open()
     for n in range(500):  # more than a row holds
-        await bench.commits.put("a", flush((request, [n], RUNNING)))
-        await bench.commits.settled()
+        await bench.commits.add_flush("a", flush((request, [n], RUNNING)))
+        await bench.commits.wait_until_written()
         assert t.length == 4 + n
         if n % 97 == 0:
-            assert t.turn.tolist() == list(range(n + 1))
-    await bench.commits.put("a", flush((request, list(range(500, 1000)), STOP)))
+            assert t.turn_tokens.tolist() == list(range(n + 1))
+    await bench.commits.add_flush("a", flush((request, list(range(500, 1000)), STOP)))
     assert await done == STOP
-    assert t.turn.tolist() == bench.in_ledger(t) == list(range(1000))
+    assert t.turn_tokens.tolist() == bench.in_ledger(t) == list(range(1000))
 
 
 @story_on(on_bench)
 async def test_an_engine_that_goes_ends_its_requests_after_its_flushes(bench: Bench) -> None:
     t, request, done = bench.open()
-    await bench.commits.put("a", flush((request, [1], RUNNING)))
-    await bench.commits.put("a", flush((request, [2], RUNNING)))
+    await bench.commits.add_flush("a", flush((request, [1], RUNNING)))
+    await bench.commits.add_flush("a", flush((request, [2], RUNNING)))
     bench.commits.abort("a", [request.id])
     assert await done == ABORTED
-    assert t.turn.tolist() == bench.in_ledger(t) == [1, 2]
-    again = bench.commits.open(t)
-    await bench.commits.put("a", flush((request, [9], STOP), (again, [3], RUNNING)))
-    await bench.commits.settled()
-    assert t.turn.tolist() == bench.in_ledger(t) == [1, 2, 3]
+    assert t.turn_tokens.tolist() == bench.in_ledger(t) == [1, 2]
+    again = bench.commits.open_request(t)
+    await bench.commits.add_flush("a", flush((request, [9], STOP), (again, [3], RUNNING)))
+    await bench.commits.wait_until_written()
+    assert t.turn_tokens.tolist() == bench.in_ledger(t) == [1, 2, 3]
 
 
 @story_on(on_bench)
 async def test_evaluation_is_not_written_down(bench: Bench) -> None:
     off, request, done = bench.open(recorded=False)
     on, other, _ = bench.open()
-    await bench.commits.put("a", flush((request, [1, 2], STOP), (other, [4], RUNNING)))
+    await bench.commits.add_flush("a", flush((request, [1, 2], STOP), (other, [4], RUNNING)))
     assert await done == STOP
-    assert (off.turn.tolist(), on.turn.tolist()) == ([1, 2], [4])
+    assert (off.turn_tokens.tolist(), on.turn_tokens.tolist()) == ([1, 2], [4])
     assert bench.written.tokens_of == {on.id: [4]}
-    assert bench.commits.sampled == 3
+    assert bench.commits.sampled_tokens == 3
 
 
 @story_on(on_bench)
@@ -174,8 +178,8 @@ async def test_columns_that_do_not_fit_are_refused(bench: Bench) -> None:
     _, request, _ = bench.open()
     good = flush((request, [1, 2], RUNNING))
     with pytest.raises(BadMessage, match="engine/3"):
-        bad = replace(good, counts=good.counts + 1)
-        await bench.commits.put("engine/3", bad)
+        bad = replace(good, token_counts=good.token_counts + 1)
+        await bench.commits.add_flush("engine/3", bad)
 
 
 COLUMNS = ("tokens", "logprobs", "unmodified", "versions", "finish")
@@ -215,17 +219,17 @@ async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[A
                 engine, members = given_
                 mine = [n for n in members if n % 3 == engine]
                 rows = [next_of(n, 1 + n % 2, RUNNING) for n in mine]
-                put = bench.commits.put(str(engine), flush(*rows))
+                put = bench.commits.add_flush(str(engine), flush(*rows))
                 await asyncio.wait_for(put, 60)
             case "large":
                 row = next_of(given_[0], 300, RUNNING)
-                await bench.commits.put(str(given_[0] % 3), flush(row))
+                await bench.commits.add_flush(str(given_[0] % 3), flush(row))
             case "end":
                 n = given_[0]
-                await bench.commits.put(str(n % 3), flush(next_of(n, 1, STOP)))
+                await bench.commits.add_flush(str(n % 3), flush(next_of(n, 1, STOP)))
                 over[n] = turns[n][2]
             case "forget":
-                bench.commits.forget(turns[given_[0]][1])
+                bench.commits.close_request(turns[given_[0]][1])
             case "gone":
                 mine = [n for n in range(12) if n % 3 == given_[0]]
                 bench.commits.abort(str(given_[0]), [turns[n][1].id for n in mine])
@@ -234,11 +238,11 @@ async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[A
             case "full":
                 bench.written.full = given_[0]
             case "read":
-                assert turns[given_[0]][0].turn is not None
+                assert turns[given_[0]][0].turn_tokens is not None
     bench.written.full = False
-    await bench.commits.settled()
+    await bench.commits.wait_until_written()
     for n, (t, request, _) in enumerate(turns):
-        ours, theirs = t.turn.tolist(), bench.in_ledger(t)
+        ours, theirs = t.turn_tokens.tolist(), bench.in_ledger(t)
         assert ours == list(range(1000 * n, 1000 * n + len(ours))), "skipped or doubled"
         if n % 5 == 4:
             assert theirs == []
@@ -247,7 +251,7 @@ async def test_ledger_and_trajectories_never_differ(bench: Bench, script: list[A
         else:  # cancelled while it was being written: only the ledger counts from then on
             assert ours == theirs[: len(ours)]
         assert t.length == len(PROMPT) + len(ours)
-        bench.commits.forget(request)
+        bench.commits.close_request(request)
     for n, done in over.items():
         assert done.done() or forgotten(script, n)
 
@@ -264,19 +268,19 @@ def sent(tokens: np.ndarray) -> np.ndarray:
     return (tokens[:, None] % 100 + np.arange(WIDTH)).astype(np.int16)
 
 
-def routed(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> Tokens:
+def routed(*rows: tuple[OpenRequest, list[int], int], experts: bool = True) -> TokenBatch:
     """Of (request, tokens, finish)."""
     tokens = np.array([token for _, ts, _ in rows for token in ts], np.int32)
-    return Tokens(
-        ids=np.array([request.id for request, _, _ in rows], np.int64),
-        counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
+    return TokenBatch(
+        request_ids=np.array([request.id for request, _, _ in rows], np.int64),
+        token_counts=np.array([len(ts) for _, ts, _ in rows], np.int32),
         tokens=tokens,
         logprobs=-tokens.astype(np.float32),
-        unmodified=np.zeros(0, np.float32),
-        versions=np.zeros(len(tokens), np.int32),
-        finish=np.array([finish for *_, finish in rows], np.int8),
-        version=0,
-        experts=sent(tokens) if experts else NO_EXPERTS,
+        raw_logprobs=np.zeros(0, np.float32),
+        token_versions=np.zeros(len(tokens), np.int32),
+        finish_reasons=np.array([finish for *_, finish in rows], np.int8),
+        loaded_version=0,
+        expert_ids=sent(tokens) if experts else NO_EXPERTS,
     )
 
 
@@ -284,7 +288,7 @@ def holds(t: Trajectory) -> None:
     """The prompt has none, each sampled token its own."""
     before = len(PROMPT)
     assert t.experts.shape == (t.length, WIDTH)
-    assert (t.experts[:before] == UNKNOWN).all()
+    assert (t.experts[:before] == UNKNOWN_EXPERT).all()
     assert np.array_equal(t.experts[before:], sent(t.tokens[before:]))
 
 
@@ -293,10 +297,10 @@ async def test_they_come_with_their_tokens_however_many_come_at_once(bench: Benc
     turns = [bench.open() for _ in range(80)]  # more than rows there are at first
     for n in range(ROW_TOKENS + 9):
         rows = [(r, [n + i] * (1 + i % 3), RUNNING) for i, (_, r, _) in enumerate(turns)]
-        await bench.commits.put("a", routed(*rows))
-    await bench.commits.put("a", routed((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
+        await bench.commits.add_flush("a", routed(*rows))
+    await bench.commits.add_flush("a", routed((turns[0][1], list(range(3 * ROW_TOKENS)), STOP)))
     assert await turns[0][2] == STOP
-    await bench.commits.settled()
+    await bench.commits.wait_until_written()
     for t, _, _ in turns:
         holds(t)
 
@@ -304,18 +308,21 @@ async def test_they_come_with_their_tokens_however_many_come_at_once(bench: Benc
 @story_on(on_bench)
 async def test_an_engine_without_any_leaves_them_unknown(bench: Bench) -> None:
     (t, one, _), (u, two, _) = bench.open(), bench.open()
-    await bench.commits.put("plain", routed((two, [5, 6], RUNNING), experts=False))
-    await bench.commits.put("moe", routed((one, [7], RUNNING)))
-    await bench.commits.put("plain", routed((one, [8], STOP), experts=False))
-    await bench.commits.settled()
-    assert t.experts[len(PROMPT) :].tolist() == [sent(np.array([7]))[0].tolist(), [UNKNOWN] * 4]
-    assert (u.experts == UNKNOWN).all()
+    await bench.commits.add_flush("plain", routed((two, [5, 6], RUNNING), experts=False))
+    await bench.commits.add_flush("moe", routed((one, [7], RUNNING)))
+    await bench.commits.add_flush("plain", routed((one, [8], STOP), experts=False))
+    await bench.commits.wait_until_written()
+    assert t.experts[len(PROMPT) :].tolist() == [
+        sent(np.array([7]))[0].tolist(),
+        [UNKNOWN_EXPERT] * 4,
+    ]
+    assert (u.experts == UNKNOWN_EXPERT).all()
 
 
 @story_on(on_bench)
 async def test_a_dense_model_costs_nothing(bench: Bench) -> None:
     t, request, done = bench.open()
-    await bench.commits.put("a", routed((request, [1, 2], STOP), experts=False))
+    await bench.commits.add_flush("a", routed((request, [1, 2], STOP), experts=False))
     assert await done == STOP
     assert t.experts.shape == (0, 0)
 
@@ -325,10 +332,10 @@ async def test_a_dense_model_costs_nothing(bench: Bench) -> None:
 async def test_experts_that_misfit_tokens_are_refused(bench: Bench, wrong: np.ndarray) -> None:
     _, request, _ = bench.open()
     good = routed((request, [1, 2], RUNNING))
-    columns = (good.ids, good.counts, good.tokens, good.logprobs, good.unmodified)
+    columns = (good.request_ids, good.token_counts, good.tokens, good.logprobs, good.raw_logprobs)
     with pytest.raises(BadMessage, match="experts"):
-        bad = Tokens(*columns, good.versions, good.finish, 0, wrong)
-        await bench.commits.put("engine/3", bad)
+        bad = TokenBatch(*columns, good.token_versions, good.finish_reasons, 0, wrong)
+        await bench.commits.add_flush("engine/3", bad)
 
 
 def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:
@@ -345,26 +352,26 @@ def token_rows(*rows: tuple[int, list[int]], experts: bool = True) -> TokenRows:
 
 def test_a_restarted_shard_has_them_and_what_a_tool_appended_has_none(tmp_path: Path) -> None:
     ledger = Ledger(HOST, tmp_path, "1")
-    ledger.begin()
-    records: list[tuple[Kind, Any]] = [
-        (Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]]),
-        (Kind.TOKENS, token_rows((0, list(range(10, 150))))),
-        (Kind.TURN, [0, "said"]),
-        (Kind.APPEND, [0, [9, 9]]),
-        (Kind.TOKENS, token_rows((0, [20]), (1, [77]))),
-        (Kind.TOKENS, token_rows((0, [21]), experts=False)),
+    ledger.open_next_segment()
+    records: list[tuple[RecordKind, Any]] = [
+        (RecordKind.OPEN, [0, 0, 0, 0, [1, 2, 3]]),
+        (RecordKind.TOKENS, token_rows((0, list(range(10, 150))))),
+        (RecordKind.TURN, [0, "said"]),
+        (RecordKind.APPEND, [0, [9, 9]]),
+        (RecordKind.TOKENS, token_rows((0, [20]), (1, [77]))),
+        (RecordKind.TOKENS, token_rows((0, [21]), experts=False)),
     ]
     ledger.append(records, [0])
-    found = Restored()
-    for record in read(tmp_path):
-        found.apply(record, lambda group, member: 0)
+    found = RestoredGroups()
+    for record in iter_records(tmp_path):
+        found.apply_record(record, lambda group, member: 0)
     t = found.trajectories[0]
-    known = np.flatnonzero((t.experts != UNKNOWN).all(1)).tolist()
+    known = np.flatnonzero((t.experts != UNKNOWN_EXPERT).all(1)).tolist()
     assert known == [*range(3, 143), 145]
     assert np.array_equal(t.experts[known], sent(t.tokens[known]))
-    t.begin([1, 2, 3])
-    t.sampled(*token_rows((0, [5]), experts=False).columns(slice(None)))
-    assert (t.experts == UNKNOWN).all()
+    t.set_prompt([1, 2, 3])
+    t.append_sampled(*token_rows((0, [5]), experts=False).slice_token_columns(slice(None)))
+    assert (t.experts == UNKNOWN_EXPERT).all()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=20))
@@ -372,12 +379,12 @@ def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
     staging = Staging()
     ts = [Trajectory(0, member, 0, 0, 0) for member in range(4)]
     for t in ts:
-        t.begin(PROMPT)
+        t.set_prompt(PROMPT)
     loop = asyncio.new_event_loop()
     requests = [staging.open(t, loop.create_future()) for t in ts]
     for n, (member, count) in enumerate(script):
-        rows = staging.rows_of(np.array([requests[member].id]))
-        staging.add(rows, token_rows((ts[member].id, [17 * n + i for i in range(count)])))
+        rows = staging.find_rows(np.array([requests[member].id]))
+        staging.add_tokens(rows, token_rows((ts[member].id, [17 * n + i for i in range(count)])))
     for t, request in zip(ts, requests, strict=True):
         staging.close(request.id)
         if t.length > len(PROMPT):
@@ -386,27 +393,27 @@ def test_rows_keep_them_apart(script: list[tuple[int, int]]) -> None:
 
 def test_a_flush_is_cut_with_them() -> None:
     tokens = np.array([5, 6, 7], np.int32)
-    made = Flush(
+    made = EngineOutput(
         ids=np.array([1, 2]),
         counts=np.array([1, 2], np.int32),
         tokens=tokens,
         logprobs=np.zeros(3, np.float32),
-        unmodified=np.zeros(0, np.float32),
+        raw_logprobs=np.zeros(0, np.float32),
         versions=np.zeros(3, np.int32),
-        finish=np.zeros(2, np.int8),
+        finish_reasons=np.zeros(2, np.int8),
         experts=sent(tokens),
     )
     routes: Any = [("somebody", 10), ("me", 20)]
-    mine = cut(made, routes, [False, True], 0, 3)
-    assert np.array_equal(mine.experts, sent(tokens)[1:])
+    mine = cut_flush(made, routes, [False, True], 0, 3)
+    assert np.array_equal(mine.expert_ids, sent(tokens)[1:])
     body, buffers = messages.encode(mine)
-    again = messages.decode(Tokens, body, buffers)
-    assert again.experts.dtype == np.int16 and np.array_equal(again.experts, mine.experts)
+    again = messages.decode(TokenBatch, body, buffers)
+    assert again.expert_ids.dtype == np.int16 and np.array_equal(again.expert_ids, mine.expert_ids)
 
 
 def test_a_group_is_stored_with_them() -> None:
     tokens = np.arange(6, dtype=np.int32)
-    group = Group(
+    group = TrajectoryGroup(
         group=1,
         prompt=2,
         lengths=np.array([2, 4], np.int32),
@@ -414,26 +421,26 @@ def test_a_group_is_stored_with_them() -> None:
         logprobs=np.zeros(6, np.float32),
         versions=np.zeros(6, np.int32),
         rewards=np.zeros(2, np.float32),
-        experts=laid_out([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
+        experts=concatenate_experts([(NO_EXPERTS, 2), (sent(tokens[2:]), 4)]),
         expert_shape=[2, 2],
     )
-    again = blob.unpack(Group, blob.pack(group))
+    again = blob.unpack(TrajectoryGroup, blob.pack(group))
     assert again.expert_shape == [2, 2]
-    assert again.experts.tolist() == [[UNKNOWN] * 4] * 2 + sent(tokens[2:]).tolist()
+    assert again.experts.tolist() == [[UNKNOWN_EXPERT] * 4] * 2 + sent(tokens[2:]).tolist()
 
 
 def ended(member: int, reason: str, reward: float | None) -> Trajectory:
     t = Trajectory(4, member, 0, 2, seed=member)
-    t.begin([1, 2])
-    t.sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
-    t.ending = Ending(reason, reward)
+    t.set_prompt([1, 2])
+    t.append_sampled(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32))
+    t.outcome = TrajectoryOutcome(reason, reward)
     return t
 
 
 def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
     endings = [("done", 1.0), ("length", 0.0), ("turns", 0.0), ("failed", None)]
     members = [ended(n, *ending) for n, ending in enumerate(endings)]
-    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    sent = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
     assert sent.truncated.tolist() == [False, True, False, False]
     assert np.isfinite(sent.rewards).tolist() == [True, True, True, False]
 
@@ -441,12 +448,12 @@ def test_members_that_were_cut_off_at_the_longest_length_are_marked() -> None:
 def test_rewards_are_handed_in_as_float64() -> None:
     rewards = [1e39, 100000001.0, 100000002.0, 0.1]
     members = [ended(n, "done", reward) for n, reward in enumerate(rewards)]
-    sent = unpack(Group, pack(finished_group(4, 0, members, (), lambda: [0, 0])))
+    sent = unpack(TrajectoryGroup, pack(build_group(4, 0, members, (), lambda: [0, 0])))
     assert sent.rewards.tolist() == rewards
 
 
 def test_a_group_stored_by_an_earlier_version_is_read_with_its_float32_rewards() -> None:
     members = [ended(n, "done", float(n)) for n in range(2)]
-    made = finished_group(4, 0, members, (), lambda: [0, 0])
+    made = build_group(4, 0, members, (), lambda: [0, 0])
     old = replace(made, rewards=made.rewards.astype(np.float32))
-    assert unpack(Group, pack(old)).rewards.tolist() == [0.0, 1.0]
+    assert unpack(TrajectoryGroup, pack(old)).rewards.tolist() == [0.0, 1.0]

@@ -10,17 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.common.base.files.damage import EVENT, QUARANTINE
+from meshrl.common.base.files.corruption import CORRUPTION_EVENT, QUARANTINE_DIRECTORY
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.records.ledger import HEADER, Kind, frame, read, segments, trajectory_id
-from meshrl.common.records.token_record import MEMBER_BITS, TokenRows
+from meshrl.common.records.ledger import (
+    HEADER,
+    RecordKind,
+    encode_record,
+    iter_records,
+    list_segments,
+    make_trajectory_id,
+)
+from meshrl.common.records.token_records import MEMBER_BITS, TokenRows
 from meshrl.common.state import events, groups, jobs, registry, steps
 from meshrl.services.rollout.record.shard_ledger import ShardLedger
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.view.recording.audit import without_fate
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.view.recording.audit import find_open_groups
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
@@ -37,7 +44,7 @@ class Bench:
 
     async def start(self) -> ShardLedger:
         await self.mesh.join(None)
-        document = self.data.config.document()
+        document = self.data.config.to_document()
         await jobs.submit(self.mesh.state, JOB, document, str(self.data.run_dir), "submit")
         ledger = ShardLedger(self.mesh, self.data)
         await ledger.take_over(lambda group, member: 0)
@@ -46,9 +53,9 @@ class Bench:
     async def admit(self, want: int) -> None:
         """Opens groups 0, 1, ..."""
         state, name, token = self.mesh.state, self.mesh.name, self.mesh.token
-        await steps.commit_initial(state, JOB, name, token, 0, steps.VersionNames("m0", "c0"))
+        await steps.commit_initial(state, JOB, name, token, 0, steps.VersionReferences("m0", "c0"))
         await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, token, name)
-        opened = await groups.admit(state, JOB, name, token, want, "admit")
+        opened = await groups.admit_groups(state, JOB, name, token, want, "admit")
         assert [a.group for a in opened] == list(range(want))
 
     async def follow(self) -> Mesh:
@@ -70,28 +77,39 @@ def on_bench(directory: Path, story: Callable[[Bench], Any]) -> None:
 
 
 def closes(ledger: ShardLedger) -> list[int]:
-    return [r.payload[0] for r in read(ledger.directory) if r.kind is Kind.CLOSE]
+    return [r.payload[0] for r in iter_records(ledger.directory) if r.kind is RecordKind.CLOSE]
 
 
 @story_on(on_bench, "tmp_path")
 async def test_what_many_log_at_once_is_there_in_the_order_it_was_logged(bench: Bench) -> None:
     ledger = await bench.start()
-    await asyncio.gather(*(ledger.log((Kind.CLOSE, [n, "ready"])) for n in range(50)))
+    await asyncio.gather(
+        *(ledger.write_records((RecordKind.CLOSE, [n, "ready"])) for n in range(50))
+    )
     assert closes(ledger) == list(range(50))
-    ledger.defer(Kind.TURN, [1 << MEMBER_BITS, "said"], 1)
-    await ledger.log((Kind.CLOSE, [50, "ready"]))
-    assert [r.kind for r in read(ledger.directory)][-2:] == [Kind.TURN, Kind.CLOSE]
+    ledger.defer_record(RecordKind.TURN, [1 << MEMBER_BITS, "said"], 1)
+    await ledger.write_records((RecordKind.CLOSE, [50, "ready"]))
+    assert [r.kind for r in iter_records(ledger.directory)][-2:] == [
+        RecordKind.TURN,
+        RecordKind.CLOSE,
+    ]
     await ledger.close()
 
 
 @story_on(on_bench, "tmp_path")
 async def test_a_full_disk_makes_those_who_log_wait_and_doubles_nothing(bench: Bench) -> None:
     ledger = await bench.start()
-    await ledger.log((Kind.CLOSE, [0, "ready"]))
+    await ledger.write_records((RecordKind.CLOSE, [0, "ready"]))
     bench.host.disk_bytes = ledger.bytes_written + 10
-    waiting = [asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(1, 4)]
+    waiting = [
+        asyncio.create_task(ledger.write_records((RecordKind.CLOSE, [n, "ready"])))
+        for n in range(1, 4)
+    ]
     await bench.clock.sleep(5.0)
-    waiting += [asyncio.create_task(ledger.log((Kind.CLOSE, [n, "ready"]))) for n in range(4, 7)]
+    waiting += [
+        asyncio.create_task(ledger.write_records((RecordKind.CLOSE, [n, "ready"])))
+        for n in range(4, 7)
+    ]
     await bench.clock.sleep(5.0)
     assert not any(task.done() for task in waiting) and closes(ledger) == [0]
     bench.host.disk_bytes = -1
@@ -104,7 +122,7 @@ async def test_a_full_disk_makes_those_who_log_wait_and_doubles_nothing(bench: B
 async def test_a_shard_ends_though_its_disk_is_full(bench: Bench) -> None:
     ledger = await bench.start()
     bench.host.disk_bytes = 0
-    waiting = asyncio.create_task(ledger.log((Kind.CLOSE, [1, "ready"])))
+    waiting = asyncio.create_task(ledger.write_records((RecordKind.CLOSE, [1, "ready"])))
     await bench.clock.sleep(5.0)
     async with bench.clock.timeout(1.0, "the end"):
         await ledger.close()
@@ -127,14 +145,14 @@ async def test_records_go_on_in_new_segments_and_finished_ones_are_struck_off(be
     ledger = await bench.start()
     syncing = asyncio.create_task(ledger.sync_forever())
     for group in range(20):
-        await ledger.tokens(tokens(group))
+        await ledger.write_tokens(tokens(group))
         await bench.clock.sleep(0.1)
-    assert len(segments(ledger.directory)) == 4
-    found = [r.payload.ids[0] >> MEMBER_BITS for r in read(ledger.directory)]
+    assert len(list_segments(ledger.directory)) == 4
+    found = [r.payload.ids[0] >> MEMBER_BITS for r in iter_records(ledger.directory)]
     assert found == list(range(20))
     for group in range(20):
-        await ledger.forget(group)
-    left = [path.name for path in segments(ledger.directory)]
+        await ledger.forget_group(group)
+    left = [path.name for path in list_segments(ledger.directory)]
     on_record = await groups.claim_shard(bench.mesh.state, JOB, bench.mesh.name, bench.mesh.token)
     assert len(left) == 1 and list(on_record) == left
     syncing.cancel()
@@ -147,31 +165,31 @@ async def test_groups_whose_ledger_is_on_another_host_are_host_lost_and_their_pr
 ) -> None:
     ledger = await bench.start()
     await bench.admit(2)
-    await ledger.log((Kind.OPEN, [0, 0, 0, 0, [1, 2]]), groups=[0])
+    await ledger.write_records((RecordKind.OPEN, [0, 0, 0, 0, [1, 2]]), groups=[0])
     await ledger.close()
     mesh = await bench.follow()
     size = bench.data.config.algorithm.group_size
 
-    bench.data = bench.data.elsewhere(tmp_path / "bundles/b", tmp_path / "runs/j/1")
+    bench.data = bench.data.for_remote_host(tmp_path / "bundles/b", tmp_path / "runs/j/1")
     moved = ShardLedger(mesh, bench.data)
     assert await moved.take_over(lambda group, member: 0) == {}
-    row = await jobs.job(mesh.state, JOB)
+    row = await jobs.read_job(mesh.state, JOB)
     assert row.host_lost == 2 * size
-    assert await groups.open_groups(mesh.state, JOB, mesh.name) == []
-    again = await groups.admit(mesh.state, JOB, mesh.name, mesh.token, 2, "again")
+    assert await groups.read_open_groups(mesh.state, JOB, mesh.name) == []
+    again = await groups.admit_groups(mesh.state, JOB, mesh.name, mesh.token, 2, "again")
     assert [a.prompt for a in again] == [0, 1] and {a.group for a in again} == {2, 3}
     told = await events.read_all(mesh.state)
     opened = [e.fields.get("ledger") for e in told if e.kind == "opened"]
     assert opened == [None, f"host {mesh.settings.host}"]
     # the head, which sees no ledger of it, takes them for what is under way
-    assert without_fate(told, JOB, set()).keys() == {2, 3}
+    assert find_open_groups(told, JOB, set()).keys() == {2, 3}
     assert [e.fields["reason"] for e in told if e.kind == "requeued"] == ["host_lost"] * 2
-    assert not [e for e in told if e.kind == EVENT]
+    assert not [e for e in told if e.kind == CORRUPTION_EVENT]
     on_record = await groups.claim_shard(mesh.state, JOB, mesh.name, mesh.token)
-    assert list(on_record) == [path.name for path in segments(moved.directory)]
+    assert list(on_record) == [path.name for path in list_segments(moved.directory)]
     assert (bench.data.run_dir / "ledger/shard-0").is_dir()  # nobody has touched it
 
-    await moved.log((Kind.OPEN, [2, 0, 0, 0, [1, 2]]), groups=[2])
+    await moved.write_records((RecordKind.OPEN, [2, 0, 0, 0, [1, 2]]), groups=[2])
     await moved.close()
     back = ShardLedger(await bench.follow(), bench.data)
     assert set(await back.take_over(lambda group, member: 0)) == {2}  # on the same host
@@ -185,7 +203,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
     "deleted": lambda path: path.unlink(),
 }
-BEGUN: bytes = frame(Kind.OPEN, [0, 0, 0, 0, [1, 2, 3]])
+BEGUN: bytes = encode_record(RecordKind.OPEN, [0, 0, 0, 0, [1, 2, 3]])
 
 
 def flip(path: Path, place: int) -> None:
@@ -196,7 +214,7 @@ def flip(path: Path, place: int) -> None:
 
 def said(group: int, *tokens: int) -> TokenRows:
     return TokenRows(
-        ids=np.array([trajectory_id(group, 0)]),
+        ids=np.array([make_trajectory_id(group, 0)]),
         counts=np.array([len(tokens)], np.int32),
         tokens=np.array(tokens, np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
@@ -215,19 +233,21 @@ async def test_a_shard_goes_on_from_before_a_damaged_segment(bench: Bench, damag
     await bench.admit(4)
 
     async def begin(group: int) -> None:
-        await ledger.log((Kind.OPEN, [group, 0, group, 0, [1, 2, 3]]), groups=[group])
+        await ledger.write_records(
+            (RecordKind.OPEN, [group, 0, group, 0, [1, 2, 3]]), groups=[group]
+        )
 
     await begin(0)
     for group in (1, 2):
         await begin(group)
-        await ledger.tokens(said(group, 10 + group))
-    await ledger._new_segment()
-    await ledger.tokens(said(0, 20))
-    await ledger.tokens(said(1, 21))
+        await ledger.write_tokens(said(group, 10 + group))
+    await ledger._start_segment()
+    await ledger.write_tokens(said(0, 20))
+    await ledger.write_tokens(said(1, 21))
     await begin(3)
-    await ledger.tokens(said(3, 13))
+    await ledger.write_tokens(said(3, 13))
     await ledger.close()
-    first = segments(ledger.directory)[0]
+    first = list_segments(ledger.directory)[0]
     DAMAGE[damage](first)
     kept = [0] if damage in ("flipped record", "truncated") else []
 
@@ -239,43 +259,43 @@ async def test_a_shard_goes_on_from_before_a_damaged_segment(bench: Bench, damag
     after = ShardLedger(heir, bench.data)
     assert left(await after.take_over(lambda group, member: 0)) == expected
     assert not first.exists()
-    aside = bench.data.run_dir / QUARANTINE / first.relative_to(bench.data.run_dir)
+    aside = bench.data.run_dir / QUARANTINE_DIRECTORY / first.relative_to(bench.data.run_dir)
     assert aside.exists() == (damage != "deleted")
-    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
     assert told.fields["path"] == str(first) and told.fields["job"] == JOB
     assert told.fields["aside"] == (str(aside) if aside.exists() else "")
     again = sorted({0, 1, 2} - set(kept))
     assert f"groups {', '.join(map(str, again))} from the prompt" in told.fields["then"]
 
-    await after.tokens(said(3, 14))
+    await after.write_tokens(said(3, 14))
     for group in kept:
-        await after.tokens(said(group, 30))
+        await after.write_tokens(said(group, 30))
         expected[group] = [*expected[group], 30]
     expected[3] = [*expected[3], 14]
     await after.close()
     last = await bench.follow()
     third = ShardLedger(last, bench.data)
     assert left(await third.take_over(lambda group, member: 0)) == expected
-    assert sum(e.kind == EVENT for e in await events.read_all(mesh.state)) == 1
+    assert sum(e.kind == CORRUPTION_EVENT for e in await events.read_all(mesh.state)) == 1
     await third.close()
 
 
 @story_on(on_bench, "tmp_path")
 async def test_a_crash_before_the_first_byte_alarms_nobody_a_deletion_does(bench: Bench) -> None:
     ledger = await bench.start()
-    mesh, path = bench.mesh, segments(ledger.directory)[0]
+    mesh, path = bench.mesh, list_segments(ledger.directory)[0]
     await ledger.close()
     path.unlink()  # as if it had never been created
     heir = await bench.follow()
     after = ShardLedger(heir, bench.data)
     await after.take_over(lambda group, member: 0)
-    assert not [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    assert not [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
     await bench.admit(1)
     await after.close()
-    segments(after.directory)[0].unlink()
+    list_segments(after.directory)[0].unlink()
     last = await bench.follow()
     third = ShardLedger(last, bench.data)
     assert await third.take_over(lambda group, member: 0) == {}
-    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == EVENT]
+    (told,) = [e for e in await events.read_all(mesh.state) if e.kind == CORRUPTION_EVENT]
     assert "group 0 from the prompt" in told.fields["then"]
     await third.close()

@@ -18,7 +18,12 @@ from meshrl.common.job.config import JudgeConfig
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import Mesh
 from meshrl.services.rollout.rewards import judge as judge_server
-from meshrl.services.rollout.rewards.judge import JudgeFailed, ServerJudge, parsed, question
+from meshrl.services.rollout.rewards.judge import (
+    JudgeFailed,
+    ServerJudge,
+    parse_verdict,
+    render_question,
+)
 from tests.load import scaled
 from tests.meshes import alone
 
@@ -85,8 +90,8 @@ def mesh() -> Mesh:
 async def test_the_template_is_asked_and_the_answer_is_the_reward() -> None:
     server = Server(completion("It is right.\nVerdict: **Yes**"), completion("Score: 0.25"))
     async with judged_by(server, max_tokens=9) as judge:
-        assert await judge.verdict(ROW, TURNS) == 1.0
-        assert await judge.verdict(ROW, TURNS) == 0.25
+        assert await judge.judge_trajectory(ROW, TURNS) == 1.0
+        assert await judge.judge_trajectory(ROW, TURNS) == 0.25
     asked = server.heard[0]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("judge-7b", 0, 9)
     assert asked["messages"] == [
@@ -103,9 +108,9 @@ async def test_judges_take_the_answer_that_other_rewards_take_and_score_none_as_
     thought = [{"role": "model", "text": "<think>3</think>\n2"}]
     cut = [{"role": "model", "text": "It is 2", "stop": "", "truncated": True}]
     async with judged_by(server) as judge:
-        assert await judge.verdict(ROW, thought) == 1.0
-        assert await judge.verdict(ROW, cut) == 0.0
-        assert await judge.verdict(ROW, [{"role": "model", "text": "<think>2"}]) == 0.0
+        assert await judge.judge_trajectory(ROW, thought) == 1.0
+        assert await judge.judge_trajectory(ROW, cut) == 0.0
+        assert await judge.judge_trajectory(ROW, [{"role": "model", "text": "<think>2"}]) == 0.0
     asked = [request["messages"][0]["content"][:14] for request in server.heard]
     assert asked == ["Is 2 what 1+1="], "nothing was asked about the others"
 
@@ -116,9 +121,9 @@ async def test_a_key_comes_from_the_environment_and_is_missed_by_type(
     server = Server(completion("no"))
     async with judged_by(server, key="JUDGE_KEY") as judge:
         with pytest.raises(JudgeFailed, match="no variable JUDGE_KEY"):
-            await judge.verdict(ROW, TURNS)
+            await judge.judge_trajectory(ROW, TURNS)
         monkeypatch.setenv("JUDGE_KEY", "secret")
-        assert await judge.verdict(ROW, TURNS) == 0.0
+        assert await judge.judge_trajectory(ROW, TURNS) == 0.0
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
@@ -140,7 +145,7 @@ async def test_an_answer_without_a_verdict_is_a_failure_and_no_number(answer: An
     server = Server(answer)
     async with judged_by(server) as judge:
         with pytest.raises(ToolFailed):
-            await judge.verdict(ROW, TURNS)
+            await judge.judge_trajectory(ROW, TURNS)
     assert len(server.heard) == 1, "what will not change is not asked again"
 
 
@@ -156,7 +161,7 @@ async def test_a_server_that_is_overloaded_or_slow_is_asked_again() -> None:
     server = Server(web.Response(status=503), 1.5 * deadline_s, completion("yes"))
     patience_s = 60.0 * deadline_s
     async with judged_by(server, deadline_s=deadline_s, patience_s=patience_s) as judge:
-        assert await judge.verdict(ROW, TURNS) == 1.0
+        assert await judge.judge_trajectory(ROW, TURNS) == 1.0
     assert len(server.heard) == 3
 
 
@@ -165,13 +170,13 @@ async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
     async with judged_by(server, patience_s=3600.0) as judge:
         began = time.monotonic()
         with pytest.raises(JudgeFailed, match=r"no verdict in 3600 s; at last: status 429"):
-            await judge.verdict(ROW, TURNS)
+            await judge.judge_trajectory(ROW, TURNS)
         assert time.monotonic() - began < scaled(5.0), "the server has said that it is too early"
     config = JudgeConfig(use="http://127.0.0.1:9", template=TEMPLATE, model="x", patience_s=0.5)
     with pytest.raises(JudgeFailed, match="no verdict in"):
         gone = ServerJudge(mesh(), config, "prompt")
         try:
-            await gone.verdict(ROW, TURNS)
+            await gone.judge_trajectory(ROW, TURNS)
         finally:
             await gone.close()
 
@@ -179,7 +184,7 @@ async def test_a_server_that_stays_away_fails_the_trajectory_in_time() -> None:
 async def test_no_more_requests_than_allowed_are_under_way() -> None:
     server = Server(*[scaled(0.05)] * 12)
     async with judged_by(server, in_flight=3) as judge:
-        found = await asyncio.gather(*(judge.verdict(ROW, TURNS) for _ in range(12)))
+        found = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(12)))
     assert found == [1.0] * 12 and server.most == 3
 
 
@@ -188,7 +193,7 @@ async def test_time_in_the_queue_is_not_the_servers() -> None:
     answer_s = scaled(0.25)
     server = Server(*[answer_s] * 10, web.Response(status=503), completion("no"))
     async with judged_by(server, in_flight=1, patience_s=8 * answer_s) as judge:
-        found = await asyncio.gather(*(judge.verdict(ROW, TURNS) for _ in range(11)))
+        found = await asyncio.gather(*(judge.judge_trajectory(ROW, TURNS) for _ in range(11)))
     assert found == [1.0] * 10 + [0.0]
 
 
@@ -204,7 +209,7 @@ async def test_time_in_the_queue_is_not_the_servers() -> None:
     ],
 )
 def test_verdicts_are_read_from_the_last_line(text: str, value: float) -> None:
-    assert parsed(text, "yes", "no") == value
+    assert parse_verdict(text, "yes", "no") == value
 
 
 @pytest.mark.parametrize(
@@ -212,12 +217,12 @@ def test_verdicts_are_read_from_the_last_line(text: str, value: float) -> None:
 )
 def test_what_is_neither_yes_nor_no_nor_a_number_is_no_verdict(text: str) -> None:
     with pytest.raises(JudgeFailed):
-        parsed(text, "yes", "no")
+        parse_verdict(text, "yes", "no")
 
 
 def test_a_prompt_of_messages_is_asked_about_in_words() -> None:
     row = {"ask": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]}
     turns = [{"role": "model", "text": "yo"}]
     parts = ["", "system: be brief\nuser: hi", "|{what}", "yo", ""]
-    assert question("{prompt}|{what}{answer}", "ask", row, turns) == parts
-    assert question("{prompt}|{answer}", "ask", row, []) is None
+    assert render_question("{prompt}|{what}{answer}", "ask", row, turns) == parts
+    assert render_question("{prompt}|{answer}", "ask", row, []) is None

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.base.files.lines import line
+from meshrl.common.base.files.json_lines import encode_row
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.services.rollout.routing.cmlfq import Scheduler
-from meshrl.services.rollout.routing.degree_buckets import LEAST_PAST, MeasuredEngine, buckets_of
-from meshrl.services.rollout.routing.length_history import NAME, LengthHistory
-from meshrl.services.rollout.routing.lengths import (
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
+from meshrl.services.rollout.routing.degree_buckets import MIN_PAST, MeasuredEngine, build_buckets
+from meshrl.services.rollout.routing.length_history import FILE_NAME, LengthHistory
+from meshrl.services.rollout.routing.length_trees import (
     MIN_VISITS,
-    SAMPLES,
+    NODE_SAMPLES,
     LengthTrees,
-    Past,
-    tool_return_of,
+    PastTrajectory,
+    classify_tool_return,
 )
-from meshrl.services.rollout.routing.queues import LengthBucket, assign
+from meshrl.services.rollout.routing.queue_policy import LengthBucket, assign_buckets
 
 tools = st.sampled_from(
     [("search", "small", "success"), ("search", "large", "success"), ("run", "small", "failure")]
@@ -39,25 +39,27 @@ pasts = st.lists(
 )
 
 
-def past_of(prompt: int, states: list[Any], steps: list[int]) -> Past:
+def past_of(prompt: int, states: list[Any], steps: list[int]) -> PastTrajectory:
     """A trajectory that samples `steps[i]` tokens before each tool return, and the last after."""
     sampled, returns = 0, []
     for state, step in zip(states, steps, strict=False):
         sampled += step
         returns.append((state, sampled))
-    return Past(prompt, tuple(returns), sampled + steps[len(states)])
+    return PastTrajectory(prompt, tuple(returns), sampled + steps[len(states)])
 
 
 @given(pasts, st.lists(tools, min_size=1, max_size=4), st.integers(0, 2))
-def test_an_estimate_counts_the_past(history: list[Past], path: list[Any], prompt: int) -> None:
+def test_an_estimate_counts_the_past(
+    history: list[PastTrajectory], path: list[Any], prompt: int
+) -> None:
     """Against brute force: the longest prefix of the path with visits enough, own prompt first."""
 
-    def remaining(depth: int, among: list[Past]) -> list[int]:
+    def remaining(depth: int, among: list[PastTrajectory]) -> list[int]:
         head = path[:depth]
         return [
-            past.sampled - past.returns[depth - 1][1]
+            past.sampled_tokens - past.tool_returns[depth - 1][1]
             for past in among
-            if [state for state, _ in past.returns[:depth]] == head
+            if [state for state, _ in past.tool_returns[:depth]] == head
         ]
 
     own = [past for past in history if past.prompt == prompt]
@@ -76,19 +78,21 @@ def test_an_estimate_counts_the_past(history: list[Past], path: list[Any], promp
     assert found is not None
     assert (found.depth, found.tree, found.visits) == (depth, name, len(values))
     assert found.mean == pytest.approx(sum(values) / len(values))
-    ordered = sorted(values[-SAMPLES:])
+    ordered = sorted(values[-NODE_SAMPLES:])
     assert sum(v <= found.p90 for v in ordered) >= 0.9 * len(ordered)
     assert sum(v < found.p90 for v in ordered) < 0.9 * len(ordered)
 
 
 @given(pasts)
-def test_learning_one_by_one_and_rebuilding_give_the_same_trees(history: list[Past]) -> None:
+def test_learning_one_by_one_and_rebuilding_give_the_same_trees(
+    history: list[PastTrajectory],
+) -> None:
     learned, rebuilt = LengthTrees(), LengthTrees(history)
     for past in history:
         learned.learn(past)
     for prompt in range(3):
         for past in history:
-            path = [state for state, _ in past.returns]
+            path = [state for state, _ in past.tool_returns]
             assert learned.estimate(prompt, path) == rebuilt.estimate(prompt, path)
 
 
@@ -119,7 +123,7 @@ def test_what_is_long_past_is_forgotten() -> None:
     ],
 )
 def test_an_answer_is_classed_by_tool_size_status(value: object, state: tuple[str, ...]) -> None:
-    assert tool_return_of("t", value) == state
+    assert classify_tool_return("t", value) == state
 
 
 def test_estimates_separate_two_kinds_of_trajectories() -> None:
@@ -141,11 +145,11 @@ def test_estimates_separate_two_kinds_of_trajectories() -> None:
 STATE = ("run", "small", "failure")
 
 
-def kept_pasts(count: int) -> list[Past]:
-    return [Past(n % 3, ((STATE, n), (STATE, 2 * n)), 3 * n) for n in range(count)]
+def kept_pasts(count: int) -> list[PastTrajectory]:
+    return [PastTrajectory(n % 3, ((STATE, n), (STATE, 2 * n)), 3 * n) for n in range(count)]
 
 
-def kept(directory: Path, limit: int) -> list[Past]:
+def kept(directory: Path, limit: int) -> list[PastTrajectory]:
     history = LengthHistory(SystemHost(), directory, limit)
     try:
         return history.latest
@@ -166,7 +170,7 @@ def test_only_the_latest_are_kept_and_the_file_does_not_grow_for_ever(tmp_path: 
         history.append(past)
     history.close()
     assert kept(tmp_path, 10) == kept_pasts(95)[-10:]
-    assert len((tmp_path / NAME).read_bytes().splitlines()) <= 20
+    assert len((tmp_path / FILE_NAME).read_bytes().splitlines()) <= 20
 
 
 def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
@@ -174,8 +178,8 @@ def test_a_line_that_was_cut_short_costs_only_itself(tmp_path: Path) -> None:
     for past in kept_pasts(5):
         history.append(past)
     history.close()
-    whole = (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(whole[:-7])
+    whole = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(whole[:-7])
     assert kept(tmp_path, 10) == kept_pasts(4)
 
 
@@ -183,9 +187,9 @@ def test_a_whole_line_of_another_shape_costs_only_itself(tmp_path: Path) -> None
     history = LengthHistory(SystemHost(), tmp_path, limit=10)
     history.append(kept_pasts(1)[0])
     history.close()
-    with (tmp_path / NAME).open("ab") as file:
+    with (tmp_path / FILE_NAME).open("ab") as file:
         for past in ([1, [["run", 5]], 3], [1, 2], 7):
-            file.write(line({"past": past}, 0))
+            file.write(encode_row({"past": past}, 0))
     assert kept(tmp_path, 10) == kept_pasts(1)
 
 
@@ -194,16 +198,16 @@ def test_a_flipped_bit_costs_its_line_and_the_file_is_set_aside(tmp_path: Path) 
     for past in kept_pasts(5):
         history.append(past)
     history.close()
-    path = tmp_path / "ledger" / NAME
+    path = tmp_path / "ledger" / FILE_NAME
     content = bytearray(path.read_bytes())
     content[12] ^= 1  # a digit of the first line
     path.write_bytes(content)
     after = LengthHistory(SystemHost(), tmp_path / "ledger", limit=10, root=tmp_path)
-    assert after.latest == kept_pasts(5)[1:] and after.damage == "1 of 5 lines are damaged"
-    assert after.aside == tmp_path / "quarantine" / "ledger" / NAME
-    assert after.aside.read_bytes() == content
+    assert after.latest == kept_pasts(5)[1:] and after.corruption == "1 of 5 lines are damaged"
+    assert after.quarantined_path == tmp_path / "quarantine" / "ledger" / FILE_NAME
+    assert after.quarantined_path.read_bytes() == content
     after.close()
-    assert not LengthHistory(SystemHost(), tmp_path / "ledger", limit=10).damage
+    assert not LengthHistory(SystemHost(), tmp_path / "ledger", limit=10).corruption
 
 
 LONGEST, BATCH = 4096, 16
@@ -211,7 +215,7 @@ LONGEST, BATCH = 4096, 16
 engines = st.lists(
     st.builds(
         MeasuredEngine,
-        degree=st.sampled_from([1, 2, 4, 8]),
+        tensor_parallel_size=st.sampled_from([1, 2, 4, 8]),
         tokens=st.integers(0, 10_000),
         busy_s=st.floats(0.0, 100.0),
     ),
@@ -224,13 +228,13 @@ engines = st.lists(
 def test_each_degree_has_a_bucket_and_its_engines_are_assigned_to_it(
     there: list[MeasuredEngine], past: list[int]
 ) -> None:
-    buckets = buckets_of(there, past, LONGEST, BATCH)
-    degrees = sorted({engine.degree for engine in there})
+    buckets = build_buckets(there, past, LONGEST, BATCH)
+    degrees = sorted({engine.tensor_parallel_size for engine in there})
     bounds = [bucket.max_tokens for bucket in buckets]
     assert len(buckets) == len(degrees) and bounds == sorted(set(bounds))
-    assert bounds[-1] >= LONGEST and {bucket.batch for bucket in buckets} == {BATCH}
-    named = {f"engine/{number}": engine.degree for number, engine in enumerate(there)}
-    places = assign(named, buckets)
+    assert bounds[-1] >= LONGEST and {bucket.batch_size for bucket in buckets} == {BATCH}
+    named = {f"engine/{number}": engine.tensor_parallel_size for number, engine in enumerate(there)}
+    places = assign_buckets(named, buckets)
     assert {named[name]: place for name, place in places.items()} == {
         degree: place for place, degree in enumerate(degrees)
     }
@@ -239,11 +243,11 @@ def test_each_degree_has_a_bucket_and_its_engines_are_assigned_to_it(
 def test_bounds_divide_the_tokens_as_the_measured_rates_are() -> None:
     past = [100] * 90 + [1000] * 9
     equal = [MeasuredEngine(1, 9000, 90.0), MeasuredEngine(4, 9000, 90.0)]
-    assert buckets_of(equal, past, LONGEST, BATCH)[0].max_tokens == 100, "half of all tokens"
+    assert build_buckets(equal, past, LONGEST, BATCH)[0].max_tokens == 100, "half of all tokens"
     slow = [MeasuredEngine(1, 9000, 9.0), MeasuredEngine(4, 9000, 90.0)]
-    assert buckets_of(slow, past, LONGEST, BATCH)[0].max_tokens == 1000, "ten elevenths"
+    assert build_buckets(slow, past, LONGEST, BATCH)[0].max_tokens == 1000, "ten elevenths"
     unknown = [MeasuredEngine(1), MeasuredEngine(4)]
-    assert buckets_of(unknown, past, LONGEST, BATCH)[0].max_tokens == 100, "by workers: a fifth"
+    assert build_buckets(unknown, past, LONGEST, BATCH)[0].max_tokens == 100, "by workers: a fifth"
 
 
 TINY, HUGE = 5e-324, sys.float_info.max
@@ -262,21 +266,21 @@ TINY, HUGE = 5e-324, sys.float_info.max
 )
 def test_bounds_follow_rates_of_any_size(small_s: float, large_s: float, bound: int) -> None:
     engines = [MeasuredEngine(1, 512, small_s), MeasuredEngine(2, 512, large_s)]
-    buckets = buckets_of(engines, [], LONGEST, BATCH)
+    buckets = build_buckets(engines, [], LONGEST, BATCH)
     assert [bucket.max_tokens for bucket in buckets] == [bound, LONGEST]
-    again = buckets_of([*engines, *engines], [], LONGEST, BATCH)
+    again = build_buckets([*engines, *engines], [], LONGEST, BATCH)
     assert [bucket.max_tokens for bucket in again] == [bound, LONGEST], "sums are no trouble either"
 
 
 def test_one_engine_has_one_bucket_however_short_it_was_busy() -> None:
-    [bucket] = buckets_of([MeasuredEngine(1, 512, 1.1e-308)], [], LONGEST, BATCH)
+    [bucket] = build_buckets([MeasuredEngine(1, 512, 1.1e-308)], [], LONGEST, BATCH)
     assert bucket.max_tokens == LONGEST
 
 
 def test_without_a_history_bounds_divide_the_longest_length() -> None:
-    buckets = buckets_of(
+    buckets = build_buckets(
         [MeasuredEngine(1), MeasuredEngine(1), MeasuredEngine(2)],
-        [7] * (LEAST_PAST - 1),
+        [7] * (MIN_PAST - 1),
         LONGEST,
         BATCH,
     )
@@ -286,23 +290,25 @@ def test_without_a_history_bounds_divide_the_longest_length() -> None:
 
 def test_buckets_change_when_engines_come_or_go_and_not_when_they_get_faster() -> None:
     whole = [LengthBucket(LONGEST, BATCH)]
-    past = [Past(0, (), 100)] * 30 + [Past(0, (), 1000)] * 30
-    scheduler = Scheduler(whole, 1, LengthTrees(past), follows=True)
+    past = [PastTrajectory(0, (), 100)] * 30 + [PastTrajectory(0, (), 1000)] * 30
+    scheduler = BucketScheduler(whole, 1, LengthTrees(past), follows_engines=True)
     small, large = MeasuredEngine(1, 5000, 50.0), MeasuredEngine(4, 5000, 25.0)
-    assert scheduler.follow({"a": small})
+    assert scheduler.update_engines({"a": small})
     assert len(scheduler.buckets) == 1
-    assert scheduler.follow({"a": small, "b": large})
+    assert scheduler.update_engines({"a": small, "b": large})
     [short, long] = scheduler.buckets
     assert short.max_tokens < long.max_tokens == LONGEST
-    assert not scheduler.follow({"a": MeasuredEngine(1, 9000, 9.0), "b": large})
+    assert not scheduler.update_engines({"a": MeasuredEngine(1, 9000, 9.0), "b": large})
     assert scheduler.buckets == [short, long]
-    assert not scheduler.follow({}), "nobody is there: they may come back"
-    assert not scheduler.follow({"b": large, "c": small}), "the same degrees: whose is whose stays"
-    assert scheduler.follow({"c": small}) and len(scheduler.buckets) == 1
+    assert not scheduler.update_engines({}), "nobody is there: they may come back"
+    assert not scheduler.update_engines({"b": large, "c": small}), (
+        "the same degrees: whose is whose stays"
+    )
+    assert scheduler.update_engines({"c": small}) and len(scheduler.buckets) == 1
 
 
 def test_buckets_of_a_job_file_stay_as_they_are() -> None:
     declared = [LengthBucket(100, 4), LengthBucket(1000, 8)]
-    scheduler = Scheduler(declared, 1, LengthTrees())
-    assert not scheduler.follow({"a": MeasuredEngine(1), "b": MeasuredEngine(4)})
+    scheduler = BucketScheduler(declared, 1, LengthTrees())
+    assert not scheduler.update_engines({"a": MeasuredEngine(1), "b": MeasuredEngine(4)})
     assert scheduler.buckets == declared

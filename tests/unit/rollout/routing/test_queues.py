@@ -7,38 +7,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.common.api.stats import EngineStats
-from meshrl.services.rollout.routing.balance import Rebalance, TotalLoad, balance
-from meshrl.services.rollout.routing.cache_moves import (
-    AGAIN,
-    ENOUGH,
-    REMEMBERED,
+from meshrl.services.rollout.routing.cache_move_policy import (
+    MAX_MOVES,
+    MIN_MOVES,
+    REMEASURE_AFTER,
     STEP_TOKENS,
     MoveCosts,
-    helpful,
+    choose_cheaper,
 )
-from meshrl.services.rollout.routing.lengths import Estimate
-from meshrl.services.rollout.routing.queues import (
+from meshrl.services.rollout.routing.length_trees import LengthEstimate
+from meshrl.services.rollout.routing.load_balancer import EngineTotalLoad, Rebalance, plan_rebalance
+from meshrl.services.rollout.routing.queue_policy import (
     EngineLoad,
     LengthBucket,
     QueuedRequest,
-    assign,
-    bucket_of,
-    choose,
-    decide,
-    next_up,
+    assign_buckets,
+    choose_engine,
+    choose_next,
+    decide_bucket,
+    find_bucket,
 )
 
 loads = st.lists(
     st.builds(
         EngineLoad,
         name=st.sampled_from([f"engine/g{i}" for i in range(6)]),
-        bound=st.integers(1, 8),
+        max_requests=st.integers(1, 8),
         running=st.integers(0, 10),
         version=st.integers(0, 4),
         bucket=st.integers(0, 2),
-        seats=st.integers(1, 10),
-        held=st.integers(0, 10),
-        others=st.integers(0, 4),
+        slots=st.integers(1, 10),
+        used_slots=st.integers(0, 10),
+        other_requests=st.integers(0, 4),
     ),
     unique_by=lambda e: e.name,
 )
@@ -54,11 +54,11 @@ plans = st.lists(
 def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewhere(
     engines: list[EngineLoad], floor: int, bucket: int
 ) -> None:
-    name = choose(engines, QueuedRequest(floor, bucket=bucket))
+    name = choose_engine(engines, QueuedRequest(floor, bucket=bucket))
     fit = {
         e.name: e
         for e in engines
-        if e.version >= floor and e.running < e.bound and e.held < e.seats
+        if e.version >= floor and e.running < e.max_requests and e.used_slots < e.slots
     }
     if name is None:
         assert not fit
@@ -66,8 +66,8 @@ def test_the_least_loaded_engine_with_room_is_chosen_in_the_bucket_before_elsewh
     inside = [e for e in fit.values() if e.bucket == bucket]
     among = inside or list(fit.values())
     assert fit[name] in among
-    load = (fit[name].running + fit[name].others) / fit[name].bound
-    assert load == min((e.running + e.others) / e.bound for e in among)
+    load = (fit[name].running + fit[name].other_requests) / fit[name].max_requests
+    assert load == min((e.running + e.other_requests) / e.max_requests for e in among)
 
 
 @given(loads, st.integers(0, 4))
@@ -75,8 +75,8 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
     engines: list[EngineLoad], floor: int
 ) -> None:
     for engine in engines:
-        chosen = choose(engines, QueuedRequest(floor, engine.name, engine.bucket))
-        if engine.version >= floor and engine.running < engine.bound:
+        chosen = choose_engine(engines, QueuedRequest(floor, engine.name, engine.bucket))
+        if engine.version >= floor and engine.running < engine.max_requests:
             assert chosen == engine.name
         else:
             assert chosen != engine.name
@@ -85,8 +85,8 @@ def test_a_trajectory_stays_where_its_keys_and_values_are_while_that_engine_may_
 requests = st.lists(
     st.builds(
         QueuedRequest,
-        floor=st.integers(0, 4),
-        home=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
+        min_version=st.integers(0, 4),
+        cache_engine=st.sampled_from(["", *(f"engine/g{i}" for i in range(6))]),
         bucket=st.integers(0, 2),
     ),
     max_size=8,
@@ -97,16 +97,16 @@ requests = st.lists(
 def test_room_is_given_while_anybody_waits_who_may_have_it(
     engines: list[EngineLoad], queue: list[QueuedRequest]
 ) -> None:
-    found = next_up(queue, engines)
+    found = choose_next(queue, engines)
     if found is None:
-        assert all(choose(engines, request) is None for request in queue)
+        assert all(choose_engine(engines, request) is None for request in queue)
         return
     index, name = found
     engine = next(e for e in engines if e.name == name)
     request = queue[index]
-    assert engine.version >= request.floor
-    assert engine.running < engine.bound
-    assert engine.held < engine.seats or name == request.home
+    assert engine.version >= request.min_version
+    assert engine.running < engine.max_requests
+    assert engine.used_slots < engine.slots or name == request.cache_engine
 
 
 @given(loads, requests)
@@ -116,16 +116,22 @@ def test_nobody_is_overtaken_by_one_who_belongs_no_better(
     """The first goes that finds room where it belongs; if none does, the first that finds any."""
 
     def belongs(request: QueuedRequest, engine: EngineLoad) -> bool:
-        if engine.version < request.floor or engine.running >= engine.bound:
+        if engine.version < request.min_version or engine.running >= engine.max_requests:
             return False
-        homes = [e for e in engines if e.name == request.home and e.version >= request.floor]
+        homes = [
+            e
+            for e in engines
+            if e.name == request.cache_engine and e.version >= request.min_version
+        ]
         if homes:
-            return engine.name == request.home
-        return engine.bucket == request.bucket and engine.held < engine.seats
+            return engine.name == request.cache_engine
+        return engine.bucket == request.bucket and engine.used_slots < engine.slots
 
-    found = next_up(queue, engines)
+    found = choose_next(queue, engines)
     well = [i for i, request in enumerate(queue) if any(belongs(request, e) for e in engines)]
-    somewhere = [i for i, request in enumerate(queue) if choose(engines, request) is not None]
+    somewhere = [
+        i for i, request in enumerate(queue) if choose_engine(engines, request) is not None
+    ]
     if well:
         assert found is not None and found[0] == well[0]
         assert belongs(queue[well[0]], next(e for e in engines if e.name == found[1]))
@@ -143,27 +149,27 @@ def test_who_is_next_is_who_the_definition_names(
 
     def defined() -> tuple[int, str] | None:
         for index, request in enumerate(queue):
-            may = [e for e in engines if e.version >= request.floor]
-            at_home = any(e.name == request.home for e in may)
+            may = [e for e in engines if e.version >= request.min_version]
+            at_home = any(e.name == request.cache_engine for e in may)
             fits = [
                 e
                 for e in may
-                if (e.name == request.home and e.running < e.bound)
+                if (e.name == request.cache_engine and e.running < e.max_requests)
                 or (not at_home and e.bucket == request.bucket and e.room)
             ]
             if fits:
-                return index, min(fits, key=lambda e: (e.load, e.held, e.name)).name
-        chosen = ((i, choose(engines, request)) for i, request in enumerate(queue))
+                return index, min(fits, key=lambda e: (e.load_share, e.used_slots, e.name)).name
+        chosen = ((i, choose_engine(engines, request)) for i, request in enumerate(queue))
         return next(((i, name) for i, name in chosen if name is not None), None)
 
-    assert next_up(queue, engines) == defined()
+    assert choose_next(queue, engines) == defined()
 
 
 @given(st.dictionaries(st.text("abcdef", min_size=1), st.sampled_from([1, 2, 4, 8])), plans)
 def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
     engines: dict[str, int], plan: list[LengthBucket]
 ) -> None:
-    places = assign(engines, plan)
+    places = assign_buckets(engines, plan)
     assert places.keys() == engines.keys()
     order = sorted(engines, key=lambda name: (engines[name], name))
     buckets = [places[name] for name in order]
@@ -176,32 +182,32 @@ def test_every_engine_has_a_bucket_and_small_degrees_serve_short_ones(
 
 def test_shares_are_met_as_closely_as_whole_engines_allow() -> None:
     engines = {f"engine/g{i}": 1 for i in range(8)}
-    places = assign(engines, [LengthBucket(100, 8, 0.6), LengthBucket(1000, 8, 0.4)])
+    places = assign_buckets(engines, [LengthBucket(100, 8, 0.6), LengthBucket(1000, 8, 0.4)])
     assert list(places.values()).count(0) == 5
 
 
 PLAN = [LengthBucket(100, 32), LengthBucket(1000, 8), LengthBucket(10_000, 4)]
 
 
-def estimate(mean: float, p90: float) -> Estimate:
-    return Estimate(mean, p90, visits=9, depth=2, tree="prompt")
+def estimate(mean: float, p90: float) -> LengthEstimate:
+    return LengthEstimate(mean, p90, visits=9, depth=2, tree="prompt")
 
 
 def test_mean_and_tail_must_agree_before_anything_moves() -> None:
-    assert decide(None, 1, PLAN).outcome == "tree_node_not_found"
-    assert decide(estimate(90, 120), 0, PLAN).outcome == "mean_p90_disagree"
-    assert decide(estimate(20, 80), 0, PLAN).outcome == "already_in_target"
-    moved = decide(estimate(300, 900), 0, PLAN)
+    assert decide_bucket(None, 1, PLAN).outcome == "tree_node_not_found"
+    assert decide_bucket(estimate(90, 120), 0, PLAN).outcome == "mean_p90_disagree"
+    assert decide_bucket(estimate(20, 80), 0, PLAN).outcome == "already_in_target"
+    moved = decide_bucket(estimate(300, 900), 0, PLAN)
     assert (moved.outcome, moved.bucket) == ("causal_signal_agree", 1)
     assert "9 trajectories went on for 300 tokens on average" in moved.reason
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 2))
 def test_a_decision_needs_both_signals(mean: float, p90: float, current: int) -> None:
-    decision = decide(estimate(mean, p90), current, PLAN)
+    decision = decide_bucket(estimate(mean, p90), current, PLAN)
     if decision.bucket != current:
-        assert bucket_of(mean, PLAN) == bucket_of(p90, PLAN) == decision.bucket
-    for tokens, bucket in ((mean, bucket_of(mean, PLAN)), (p90, bucket_of(p90, PLAN))):
+        assert find_bucket(mean, PLAN) == find_bucket(p90, PLAN) == decision.bucket
+    for tokens, bucket in ((mean, find_bucket(mean, PLAN)), (p90, find_bucket(p90, PLAN))):
         fits = [i for i, b in enumerate(PLAN) if tokens <= b.max_tokens]
         assert bucket == (fits[0] if fits else 2)
 
@@ -212,26 +218,28 @@ engines = st.lists(
     max_size=5,
 ).map(
     lambda rows: [
-        TotalLoad(f"engine/g{i}", bound, min(running, bound), pending, plateau, 0)
+        EngineTotalLoad(f"engine/g{i}", bound, min(running, bound), pending, plateau, 0)
         for i, (bound, running, pending, plateau) in enumerate(rows)
     ]
 )
 
 
-def after(fleet: list[TotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
+def after(fleet: list[EngineTotalLoad], moves: list[Rebalance]) -> dict[str, tuple[int, int]]:
     """(executing, pending) of each engine once the moves are done."""
     state = {e.name: [e.executing, e.pending] for e in fleet}
     for move in moves:
-        state[move.source][1 if move.pending else 0] -= move.count
+        state[move.source][1 if move.waiting else 0] -= move.count
         state[move.target][0] += move.count
     return {name: (executing, pending) for name, (executing, pending) in state.items()}
 
 
 @given(engines)
-def test_nothing_waits_where_another_engine_without_queue_has_room(fleet: list[TotalLoad]) -> None:
-    moves = balance(fleet, 0)
+def test_nothing_waits_where_another_engine_without_queue_has_room(
+    fleet: list[EngineTotalLoad],
+) -> None:
+    moves = plan_rebalance(fleet, 0)
     state = after(fleet, moves)
-    bounds = {e.name: e.bound for e in fleet}
+    bounds = {e.name: e.max_running for e in fleet}
     assert all(
         executing <= bounds[name] and pending >= 0 for name, (executing, pending) in state.items()
     )
@@ -242,16 +250,16 @@ def test_nothing_waits_where_another_engine_without_queue_has_room(fleet: list[T
 
 @given(engines)
 def test_running_requests_leave_only_for_an_idle_engine_and_never_below_the_plateau(
-    fleet: list[TotalLoad],
+    fleet: list[EngineTotalLoad],
 ) -> None:
     by_name = {e.name: e for e in fleet}
-    for move in balance(fleet, 0):
-        if move.pending:
+    for move in plan_rebalance(fleet, 0):
+        if move.waiting:
             continue
         source, target = by_name[move.source], by_name[move.target]
         assert not any(e.pending for e in fleet)
-        assert target.executing == 0 and source.plateau > 0
-        assert source.executing - move.count >= source.plateau
+        assert target.executing == 0 and source.plateau_batch > 0
+        assert source.executing - move.count >= source.plateau_batch
         assert source.executing == max(e.executing for e in fleet)
 
 
@@ -262,8 +270,11 @@ def makespan(executing: list[int], plateau: int) -> float:
 
 @given(st.integers(1, 6), st.integers(4, 24))
 def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, running: int) -> None:
-    fleet = [TotalLoad("a", 24, running, 0, plateau, 0), TotalLoad("b", 24, 0, 0, plateau, 0)]
-    state = after(fleet, balance(fleet, 0))
+    fleet = [
+        EngineTotalLoad("a", 24, running, 0, plateau, 0),
+        EngineTotalLoad("b", 24, 0, 0, plateau, 0),
+    ]
+    state = after(fleet, plan_rebalance(fleet, 0))
     kept, moved = state["a"][0], state["b"][0]
     assert kept + moved == running
     if moved:
@@ -274,9 +285,12 @@ def test_with_one_idle_engine_no_other_split_would_end_sooner(plateau: int, runn
 
 
 def test_engines_with_old_weights_take_no_part() -> None:
-    fleet = [TotalLoad("old", 4, 0, 0, 0, version=1), TotalLoad("new", 4, 4, 3, 0, version=2)]
-    assert balance(fleet, 2) == []
-    assert balance(fleet, 1) == [Rebalance("new", "old", 3, True)]
+    fleet = [
+        EngineTotalLoad("old", 4, 0, 0, 0, version=1),
+        EngineTotalLoad("new", 4, 4, 3, 0, version=2),
+    ]
+    assert plan_rebalance(fleet, 2) == []
+    assert plan_rebalance(fleet, 1) == [Rebalance("new", "old", 3, True)]
 
 
 durations = st.floats(1e-6, 1e4)
@@ -284,9 +298,9 @@ durations = st.floats(1e-6, 1e4)
 
 def costs(rate: float = 1e4, past: list[float] | None = None, size: int = 1000) -> MoveCosts:
     made = MoveCosts()
-    made.published(EngineStats(cache_bytes_per_token=size, prefill_tokens_per_s=rate))
+    made.update_stats(EngineStats(cache_bytes_per_token=size, prefill_tokens_per_s=rate))
     for first_s in past or []:
-        made.moved(first_s)
+        made.record_move(first_s)
     return made
 
 
@@ -295,38 +309,42 @@ def test_it_is_sent_unless_all_is_computed_before_any_can_come(
     rate: float, past: list[float], tokens: int
 ) -> None:
     made = costs(rate, past)
-    choice = helpful(tokens, made)
+    choice = choose_cheaper(tokens, made)
     if tokens <= STEP_TOKENS:
-        assert choice.answer == "recompute"
-    elif not rate or len(past) < ENOUGH:
-        assert choice.answer == "move"
+        assert choice.action == "recompute"
+    elif not rate or len(past) < MIN_MOVES:
+        assert choice.action == "move"
     else:
-        assert made.first_s is not None
-        assert (choice.answer == "move") == (tokens / rate > made.first_s)
+        assert made.first_byte_s is not None
+        assert (choice.action == "move") == (tokens / rate > made.first_byte_s)
     assert choice.reason
 
 
 def test_an_engine_that_takes_nothing_over_is_sent_nothing() -> None:
-    assert helpful(100_000, MoveCosts()).answer == "recompute"
-    assert helpful(100_000, costs(size=0)).answer == "recompute"
-    assert {costs(size=0).choose(100_000).answer for _ in range(2 * AGAIN)} == {"recompute"}
+    assert choose_cheaper(100_000, MoveCosts()).action == "recompute"
+    assert choose_cheaper(100_000, costs(size=0)).action == "recompute"
+    assert {costs(size=0).choose_action(100_000).action for _ in range(2 * REMEASURE_AFTER)} == {
+        "recompute"
+    }
 
 
 @pytest.mark.parametrize("stalled", [100.0, 1e4])
 def test_a_move_that_was_stalled_changes_nothing(stalled: float) -> None:
     made = costs(past=[0.01] * 4 + [stalled])
-    assert made.first_s == 0.01
+    assert made.first_byte_s == 0.01
 
 
 def test_old_moves_are_forgotten_and_empty_ones_say_nothing() -> None:
-    made = costs(past=[9.0] * REMEMBERED + [0.01] * REMEMBERED)
-    assert made.first_s == 0.01
-    made.moved(0.0)
-    assert made.first_s == 0.01
+    made = costs(past=[9.0] * MAX_MOVES + [0.01] * MAX_MOVES)
+    assert made.first_byte_s == 0.01
+    made.record_move(0.0)
+    assert made.first_byte_s == 0.01
 
 
 def test_what_was_found_useless_is_measured_anew() -> None:
-    made = costs(rate=1e6, past=[5.0] * ENOUGH)
-    answers = [made.choose(6000).answer for _ in range(2 * AGAIN)]
-    assert answers.count("move") == 2 and answers[AGAIN - 1] == "move"
-    assert {made.choose(STEP_TOKENS).answer for _ in range(2 * AGAIN)} == {"recompute"}
+    made = costs(rate=1e6, past=[5.0] * MIN_MOVES)
+    answers = [made.choose_action(6000).action for _ in range(2 * REMEASURE_AFTER)]
+    assert answers.count("move") == 2 and answers[REMEASURE_AFTER - 1] == "move"
+    assert {made.choose_action(STEP_TOKENS).action for _ in range(2 * REMEASURE_AFTER)} == {
+        "recompute"
+    }

@@ -9,27 +9,27 @@ from functools import partial
 import numpy as np
 import pytest
 
-from meshrl.common.api.engine import Finish, Sampling
+from meshrl.common.api.engine import FinishReason, SamplingParams
 from meshrl.common.api.stats import EngineStats
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.base.random import Random
-from meshrl.common.generation.contract import TokenEngine
+from meshrl.common.generation.engine_contract import TokenEngine
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams
-from meshrl.common.records.token_record import TokenRows
+from meshrl.common.records.token_records import TokenRows
 from meshrl.services.engine.service import EngineService
 from meshrl.services.rollout.record.group_commit import GroupCommit
-from meshrl.services.rollout.routing.cmlfq import Scheduler
-from meshrl.services.rollout.routing.engine_link import TURN_S, SeenEngine
-from meshrl.services.rollout.routing.lengths import LengthTrees, Past
-from meshrl.services.rollout.routing.queues import LengthBucket
+from meshrl.services.rollout.routing.assignment import MAX_ATTEMPTS, MAX_REJECTION_S
+from meshrl.services.rollout.routing.cmlfq import BucketScheduler
+from meshrl.services.rollout.routing.engine_link import TURN_TIMEOUT_S, EngineSnapshot
+from meshrl.services.rollout.routing.length_trees import LengthTrees, PastTrajectory
+from meshrl.services.rollout.routing.queue_policy import LengthBucket
 from meshrl.services.rollout.routing.router import Router
-from meshrl.services.rollout.routing.stay import ATTEMPTS, PATIENCE_S
 from meshrl.services.rollout.trajectories.trajectory import Trajectory, Turn
-from meshrl.sim.engines.simulated import SimulatedEngine
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.engines.simulated_engine import SimulatedEngine
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import built_in
@@ -44,7 +44,7 @@ LOOK_S = 0.5
 class Forgetful:
     """A token sink for what needs no ledger."""
 
-    async def tokens(self, rows: TokenRows) -> None:
+    async def write_tokens(self, rows: TokenRows) -> None:
         return None
 
 
@@ -55,11 +55,11 @@ class Bench:
         self.clock, self.random = clock, random
         self.computes = False  # engines are the built-in one, not simulated
         self.buckets = [LengthBucket(1 << 30, SLOTS)]
-        self.past: list[Past] = []
+        self.past: list[PastTrajectory] = []
         self.degrees: dict[str, int] = {}  # of engines, where they are not 1
         self.follows = False  # buckets are those of the engines
         self.network = MemoryNetwork(clock, random.child("network"))
-        self.state = simulated_state(clock)
+        self.state = open_simulated_state(clock)
         self.routers: list[Router] = []
         self.router = self.shard("rollout/0")
         self.engine = self._engine("engine/g0")
@@ -75,8 +75,8 @@ class Bench:
 
     def _router(self) -> Router:
         commits = GroupCommit(self.rollout, Forgetful())
-        scheduler = Scheduler(self.buckets, 1, LengthTrees(self.past), self.follows)
-        return Router(self.rollout, commits, Sampling([], []), SLOTS, scheduler)
+        scheduler = BucketScheduler(self.buckets, 1, LengthTrees(self.past), self.follows)
+        return Router(self.rollout, commits, SamplingParams([], []), SLOTS, scheduler)
 
     def _engine(self, name: str) -> EngineService:
         engine: TokenEngine = SimulatedEngine(self.clock, SLOTS, 100.0)
@@ -88,7 +88,7 @@ class Bench:
         return Mesh(
             name,
             name.partition("/")[0],
-            Seams(
+            MeshDependencies(
                 state=self.state,
                 transport=MemoryTransport(self.network, f"mem://{name}"),
                 clock=self.clock,
@@ -113,16 +113,16 @@ class Bench:
 
     async def _drive(self, engine: EngineService) -> None:
         while True:
-            engine.turn()
+            engine.run_once()
             await self.clock.sleep(0.02)
 
     async def _look(self) -> None:
         while True:
             alive = {
-                name: SeenEngine(
+                name: EngineSnapshot(
                     "",
                     EngineStats(
-                        requests=service.shards.requests,
+                        requests=service.shard_streams.request_counts,
                         plateau=self.plateau,
                         cache_bytes_per_token=service.engine.cache_bytes_per_token,
                         tensor_parallel=self.degrees.get(name, 1),
@@ -131,7 +131,7 @@ class Bench:
                 for name, service in self.engines.items()
             }
             for router in self.routers:
-                router.observe(alive)
+                router.update_engines(alive)
             await self.clock.sleep(LOOK_S)
 
     def begin(self, member: int) -> asyncio.Task[Trajectory]:
@@ -146,10 +146,10 @@ class Bench:
     ) -> Trajectory:
         router = router or self.router
         t = Trajectory(0, member, 0, 0, seed=member)
-        t.begin(list(prompt))
-        async with router.stay(t) as stay:
+        t.set_prompt(list(prompt))
+        async with router.create_assignment(t) as stay:
             finish = await stay.generate(3 + new)
-        assert (finish, t.length) == (Finish.LENGTH, 3 + new)
+        assert (finish, t.length) == (FinishReason.LENGTH, 3 + new)
         return t
 
 
@@ -167,7 +167,7 @@ async def test_an_engine_that_refuses_for_a_while_costs_no_trajectory(bench: Ben
     await bench.generate(0)
     bench.engine.draining = True
     later = asyncio.gather(*(bench.generate(member) for member in range(1, 9)))
-    await bench.clock.sleep(PATIENCE_S / 2)
+    await bench.clock.sleep(MAX_REJECTION_S / 2)
     assert not later.done()
     bench.engine.draining = False
     await later
@@ -180,16 +180,16 @@ async def test_a_trajectory_that_no_engine_ever_serves_fails_by_type(bench: Benc
     began = bench.clock.monotonic()
     with pytest.raises(ToolFailed, match="engines have refused trajectory"):
         await bench.generate(1)
-    assert bench.clock.monotonic() - began > PATIENCE_S
+    assert bench.clock.monotonic() - began > MAX_REJECTION_S
 
 
 @story_on(on_bench)
 async def test_a_request_that_five_engines_fail_fails_by_type(bench: Bench) -> None:
     began = bench.clock.monotonic()
-    with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed trajectory"):
+    with pytest.raises(ToolFailed, match=f"{MAX_ATTEMPTS} engines in a row failed trajectory"):
         await bench.generate(0, prompt=(1, 9999, 3))  # outside of the vocabulary
-    assert bench.clock.monotonic() - began < PATIENCE_S
-    assert bench.router.continued == ATTEMPTS
+    assert bench.clock.monotonic() - began < MAX_REJECTION_S
+    assert bench.router.continued_trajectories == MAX_ATTEMPTS
 
 
 LONG = 400  # tokens of a turn that outlasts a few looks
@@ -206,10 +206,10 @@ async def test_what_waits_at_a_busy_engine_moves_to_one_that_is_free(bench: Benc
     second = [bench.generate(member, new=LONG, router=other) for member in range(SLOTS)]
     everything = asyncio.gather(*first, *second)
     await bench.clock.sleep(0.3)
-    assert bench.engine.engine.waiting == SLOTS
+    assert bench.engine.engine.num_waiting == SLOTS
     added = await bench.add("engine/g1")
     await everything
-    assert bench.router.moved + other.moved == SLOTS
+    assert bench.router.rebalanced_trajectories + other.rebalanced_trajectories == SLOTS
     generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
     assert generated - before == 2 * SLOTS * LONG  # none was generated again
 
@@ -221,8 +221,8 @@ async def test_an_idle_engine_takes_what_is_above_the_plateau_without_loss(bench
     await bench.clock.sleep(0.3)
     added = await bench.add("engine/g1")
     await everything
-    assert bench.router.moved == SLOTS // 2
-    assert bench.router.continued == 0
+    assert bench.router.rebalanced_trajectories == SLOTS // 2
+    assert bench.router.continued_trajectories == 0
     generated = bench.engine.engine.tokens_generated + added.engine.tokens_generated
     assert generated == SLOTS * LONG
 
@@ -235,7 +235,7 @@ class TwoBuckets(Bench):
         self.computes = True
         self.buckets = [LengthBucket(20, SLOTS), LengthBucket(1 << 30, SLOTS)]
         failure = ("run", "small", "failure")
-        self.past = [Past(0, ((failure, 5),), 100)] * 5
+        self.past = [PastTrajectory(0, ((failure, 5),), 100)] * 5
         self.routers = []
         self.router = self.shard("rollout/0")
         self.engine = self._engine("engine/g0")
@@ -243,12 +243,12 @@ class TwoBuckets(Bench):
 
     async def two_turns(self, router: Router) -> Trajectory:
         t = Trajectory(0, 1, 0, 0, seed=1)
-        t.begin(words(1, PROMPT))
-        async with router.stay(t) as stay:
+        t.set_prompt(words(1, PROMPT))
+        async with router.create_assignment(t) as stay:
             await stay.generate(PROMPT + 30)
-            t.open_turn = Turn("", 30, "run", None, "error: no", answered=True)
-            router.returned(stay)
-            t.appended([4, 5])
+            t.open_turn = Turn("", 30, "run", None, "error: no", has_tool_value=True)
+            router.on_tool_return(stay)
+            t.append([4, 5])
             await stay.generate(PROMPT + 52)
         return t
 
@@ -263,12 +263,12 @@ async def test_a_trajectory_that_turns_out_long_changes_engine_and_takes_its_cac
     other = await bench.add("engine/g1")
     await clock.sleep(2 * LOOK_S)
     moved = await bench.two_turns(bench.router)
-    assert bench.router.caches == {"move": 1}
+    assert bench.router.cache_actions == {"move": 1}
     assert other.engine.tokens_generated == 20
     assert other.engine.tokens_computed <= PROMPT + 52  # what did not come
     assert moved.tokens.tolist() == stayed.tokens.tolist()
     np.testing.assert_allclose(moved.logprobs, stayed.logprobs, atol=2e-4)
-    assert bench.router.links["engine/g0"].ended == {1}, "it is let go of where it was"
+    assert bench.router.links["engine/g0"].ended_sessions == {1}, "it is let go of where it was"
 
 
 class Following(TwoBuckets):
@@ -278,7 +278,9 @@ class Following(TwoBuckets):
         super().__init__(clock, random)
         self.buckets, self.follows = [LengthBucket(100, SLOTS)], True
         failure = ("run", "small", "failure")
-        self.past = [Past(0, ((failure, 5),), 100)] * 20 + [Past(0, (), 1)] * 1200
+        self.past = [PastTrajectory(0, ((failure, 5),), 100)] * 20 + [
+            PastTrajectory(0, (), 1)
+        ] * 1200
         self.routers = []
         self.router = self.shard("rollout/0")
 
@@ -310,7 +312,7 @@ async def test_time_without_any_engine_is_no_refusal(bench: Bench) -> None:
     waits = [bench.begin(member) for member in range(1, 4)]
     await bench.clock.sleep(2 * LOOK_S)  # they were refused
     del bench.engines["engine/g0"]
-    await bench.clock.sleep(2 * PATIENCE_S)
+    await bench.clock.sleep(2 * MAX_REJECTION_S)
     late = await bench.add("engine/g1")
     late.draining = True
     await bench.clock.sleep(2 * LOOK_S)
@@ -322,34 +324,34 @@ async def test_time_without_any_engine_is_no_refusal(bench: Bench) -> None:
 @story_on(on_bench)
 async def test_a_new_lineage_is_served_by_engines_that_have_its_weights_alone(bench: Bench) -> None:
     engine = bench.engine
-    await engine.weights.swap({}, 15, "m0.15", lineage=0)
+    await engine.weights.update_weights({}, 15, "m0.15", lineage=0)
     assert (await bench.generate(0)).versions[-1] == 15
-    bench.router.enter(1)  # it begins at version 8
+    bench.router.enter_lineage(1)  # it begins at version 8
     waits = bench.begin(1)
     await bench.clock.sleep(20.0)
     assert not waits.done(), "15 is a version of the abandoned lineage"
     later = await bench.add("engine/g1")
-    await later.weights.swap({}, 8, "m0.8", lineage=1)
+    await later.weights.update_weights({}, 8, "m0.8", lineage=1)
     assert (await waits).versions[-1] == 8
-    await engine.weights.swap({}, 8, "m0.8", lineage=1)
+    await engine.weights.update_weights({}, 8, "m0.8", lineage=1)
     await bench.clock.sleep(2 * LOOK_S)
     assert bench.router.links["engine/g0"].version == 8
 
 
 @story_on(on_bench)
 async def test_a_lineage_that_begins_with_loaded_weights_is_served_by_them(bench: Bench) -> None:
-    await bench.engine.weights.swap({}, 8, "m0.8", lineage=0)
-    bench.router.enter(1)
+    await bench.engine.weights.update_weights({}, 8, "m0.8", lineage=0)
+    bench.router.enter_lineage(1)
     waits = bench.begin(0)
     await bench.clock.sleep(2.0)
     assert not waits.done()
-    bench.engine.weights.enter(1)
+    bench.engine.weights.enter_lineage(1)
     assert (await waits).versions[-1] == 8
 
 
 def waits(bench: Bench) -> list[tuple[str, str]]:
     return [
-        (w["on"], w["what"]) for w in bench.rollout.waits.published([]) if w["what"] != "tokens"
+        (w["on"], w["what"]) for w in bench.rollout.waits.list_longest([]) if w["what"] != "tokens"
     ]
 
 
@@ -357,16 +359,16 @@ def waits(bench: Bench) -> list[tuple[str, str]]:
 async def test_a_version_that_no_engine_has_is_waited_for_by_name(bench: Bench) -> None:
     await bench.generate(0)
     t = Trajectory(0, 1, 0, version=5, seed=1)
-    t.begin([1, 2, 3])
-    ahead = asyncio.create_task(bench.router.stay(t).generate(3 + NEW))
+    t.set_prompt([1, 2, 3])
+    ahead = asyncio.create_task(bench.router.create_assignment(t).generate(3 + NEW))
     await bench.clock.sleep(30.0)
     assert waits(bench) == [("engine/g0", "an engine at version 5")]
     del bench.engines["engine/g0"]
     await bench.clock.sleep(2 * LOOK_S)
     assert waits(bench) == [("an engine", "an engine at version 5")]
     late = await bench.add("engine/g1")
-    await late.weights.swap({}, 5, "fifth")
-    assert await ahead == Finish.LENGTH
+    await late.weights.update_weights({}, 5, "fifth")
+    assert await ahead == FinishReason.LENGTH
     await bench.clock.sleep(2 * LOOK_S)
     assert waits(bench) == []
 
@@ -376,7 +378,7 @@ async def test_a_version_that_no_engine_has_is_waited_for_by_name(bench: Bench) 
 async def test_to_wait_for_room_is_no_news(bench: Bench) -> None:
     everything = asyncio.gather(*(bench.generate(m, new=10 * LONG) for m in range(3 * SLOTS)))
     await bench.clock.sleep(30.0)
-    assert bench.router.waiting == 2 * SLOTS and waits(bench) == []
+    assert bench.router.queue_length == 2 * SLOTS and waits(bench) == []
     await everything
 
 
@@ -392,7 +394,7 @@ async def test_two_shards_divide_what_moves_and_it_comes_to_rest(bench: Bench) -
     await bench.clock.sleep(0.3)
     await bench.add("engine/g1")
     await bench.clock.sleep(20.0)
-    assert bench.router.moved + other.moved == SLOTS // 2
+    assert bench.router.rebalanced_trajectories + other.rebalanced_trajectories == SLOTS // 2
     await everything
 
 
@@ -402,7 +404,7 @@ async def test_a_bucket_without_an_engine_is_not_last(clock: VirtualClock, rando
     await bench.start()
     t = await bench.two_turns(bench.router)
     assert t.length == PROMPT + 52
-    assert bench.router.caches == {}  # it had no reason to leave
+    assert bench.router.cache_actions == {}  # it had no reason to leave
     assert bench.engine.engine.tokens_computed < PROMPT + 52 + 20
 
 
@@ -420,7 +422,7 @@ def expected() -> list[list[int]]:
 
     async def story(bench: Bench) -> None:
         for member in range(3):
-            found.append((await begin(bench, member)).turn.tolist())
+            found.append((await begin(bench, member)).turn_tokens.tolist())
 
     on_bench(story)
     return found
@@ -432,13 +434,13 @@ async def test_a_stuck_turn_goes_on_elsewhere(bench: Bench, expected: list[list[
     turn = begin(bench, 0)
     await bench.clock.sleep(1.0)
     stuck = bench.engine
-    stuck.commands.give(stuck.engine.pause)
+    stuck.commands.enqueue(stuck.engine.pause)
     await bench.add("engine/g1")
-    await bench.clock.sleep(TURN_S / 2)
+    await bench.clock.sleep(TURN_TIMEOUT_S / 2)
     assert not turn.done()
-    await bench.clock.sleep(TURN_S / 2 + 10.0)
-    assert turn.done() and turn.result().turn.tolist() == expected[0]
-    stuck.commands.give(stuck.engine.resume)
+    await bench.clock.sleep(TURN_TIMEOUT_S / 2 + 10.0)
+    assert turn.done() and turn.result().turn_tokens.tolist() == expected[0]
+    stuck.commands.enqueue(stuck.engine.resume)
     await bench.clock.sleep(5.0)
     assert turn.result().length == 3 + TOKENS, "what came late was taken in"
 
@@ -449,10 +451,10 @@ async def test_a_turn_whose_engine_dies_goes_on_elsewhere_after_its_last_token(
 ) -> None:
     turns = [begin(bench, member) for member in range(3)]
     await bench.clock.sleep(1.5)
-    assert bench.engine.engine.running == 3
+    assert bench.engine.engine.num_running == 3
     await bench.add("engine/g1")
     await bench.clock.sleep(2 * LOOK_S)
     await bench.engines.pop("engine/g0").mesh.transport.close()
     await bench.clock.sleep(20.0)
-    assert [turn.result().turn.tolist() for turn in turns] == expected
-    assert bench.router.continued == 3
+    assert [turn.result().turn_tokens.tolist() for turn in turns] == expected
+    assert bench.router.continued_trajectories == 3

@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from meshrl.common.api.engine import Finish
+from meshrl.common.api.engine import FinishReason
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.base.job_clock import JobClock
 from meshrl.common.base.occupancy import Occupancy
 from meshrl.common.base.random import Random
-from meshrl.services.rollout.routing.stay import ATTEMPTS, PATIENCE_S, Stay
+from meshrl.services.rollout.routing.assignment import MAX_ATTEMPTS, MAX_REJECTION_S, Assignment
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.stories import story_on
 from tests.unit.rollout.routing.test_router import LOOK_S, SLOTS, Bench
 
@@ -29,19 +29,19 @@ class ScriptedLink:
 
     name = "engine/g0"
 
-    def __init__(self, script: list[Callable[[Stay], Finish]]) -> None:
+    def __init__(self, script: list[Callable[[Assignment], FinishReason]]) -> None:
         self.script = script
-        self.ended: set[int] = set()
+        self.ended_sessions: set[int] = set()
         self.failures = 0
 
-    def take(self, stay: Stay) -> None: ...
+    def assign(self, stay: Assignment) -> None: ...
 
-    def free(self, stay: Stay) -> None: ...
+    def unassign(self, stay: Assignment) -> None: ...
 
-    def failed(self) -> None:
+    def back_off(self) -> None:
         self.failures += 1
 
-    async def generate(self, stay: Stay, max_new: int) -> Finish:
+    async def generate(self, stay: Assignment, max_new: int) -> FinishReason:
         await asyncio.sleep(0)
         return self.script.pop(0)(stay)
 
@@ -49,61 +49,63 @@ class ScriptedLink:
 class OneEngine:
     """What a stay asks of a router that has one engine."""
 
-    stop: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, clock: VirtualClock, link: ScriptedLink) -> None:
         self.clock, self.link = JobClock(clock), link
-        self.spent = Occupancy(self.clock.monotonic)
-        self.caches: Counter[str] = Counter()
-        self.continued = self.moved = 0
+        self.occupancy = Occupancy(self.clock.monotonic)
+        self.cache_actions: Counter[str] = Counter()
+        self.continued_trajectories = self.rebalanced_trajectories = 0
 
-    async def place(self, stay: Stay) -> None:
-        stay.take(self.link)  # type: ignore[arg-type]
+    async def place(self, stay: Assignment) -> None:
+        stay.assign(self.link)  # type: ignore[arg-type]
 
     def dispatch(self) -> None: ...
 
-    def joined(self, stay: Stay) -> None: ...
+    def add_assignment(self, stay: Assignment) -> None: ...
 
-    def parted(self, stay: Stay) -> None: ...
+    def remove_assignment(self, stay: Assignment) -> None: ...
 
-    def enqueue(self, stay: Stay) -> None: ...
+    def enqueue(self, stay: Assignment) -> None: ...
 
-    def unqueue(self, stay: Stay) -> None: ...
+    def dequeue(self, stay: Assignment) -> None: ...
 
-    def serves(self, link: object) -> bool:
+    def can_serve(self, link: object) -> bool:
         return True
 
-    def sent_to(self, name: str, version: int) -> ScriptedLink:
+    def find_target(self, name: str, version: int) -> ScriptedLink:
         return self.link
 
 
-def fails(stay: Stay) -> Finish:
-    return Finish.ABORTED
+def fails(stay: Assignment) -> FinishReason:
+    return FinishReason.ABORTED
 
 
-def refuses(stay: Stay) -> Finish:
-    return Finish.REFUSED
+def refuses(stay: Assignment) -> FinishReason:
+    return FinishReason.REJECTED
 
 
-def brings_tokens_and_is_moved(stay: Stay) -> Finish:
+def brings_tokens_and_is_moved(stay: Assignment) -> FinishReason:
     one = np.ones(5, np.int32)
-    stay.trajectory.sampled(one, np.zeros(5, np.float32), one)
-    stay.target = "engine/g0"
-    return Finish.ABORTED
+    stay.trajectory.append_sampled(one, np.zeros(5, np.float32), one)
+    stay.balance_target = "engine/g0"
+    return FinishReason.ABORTED
 
 
-def ends(stay: Stay) -> Finish:
-    return Finish.STOP
+def ends(stay: Assignment) -> FinishReason:
+    return FinishReason.STOP
 
 
-def scripted(*script: Callable[[Stay], Finish], turns: int = 1, pause_s: float = 0.0) -> None:
+def scripted(
+    *script: Callable[[Assignment], FinishReason], turns: int = 1, pause_s: float = 0.0
+) -> None:
     async def main(clock: VirtualClock, random: Random) -> None:
         t = Trajectory(0, 0, 0, 0, seed=1)
-        t.begin([1, 2, 3])
+        t.set_prompt([1, 2, 3])
         engines = OneEngine(clock, ScriptedLink(list(script)))
-        async with Stay(engines, t) as stay:  # type: ignore[arg-type]
+        async with Assignment(engines, t) as stay:  # type: ignore[arg-type]
             for _ in range(turns):
-                assert await stay.generate(LIMIT) is Finish.STOP
+                assert await stay.generate(LIMIT) is FinishReason.STOP
                 await clock.sleep(pause_s)
         assert not engines.link.script
 
@@ -111,17 +113,17 @@ def scripted(*script: Callable[[Stay], Finish], turns: int = 1, pause_s: float =
 
 
 def test_failures_before_a_token_do_not_count_after_it() -> None:
-    some = [fails] * (ATTEMPTS - 1)
+    some = [fails] * (MAX_ATTEMPTS - 1)
     scripted(*some, brings_tokens_and_is_moved, *some, ends)
 
 
 def test_failures_in_a_row_end_it() -> None:
-    with pytest.raises(ToolFailed, match=f"{ATTEMPTS} engines in a row failed"):
-        scripted(*[fails] * ATTEMPTS)
+    with pytest.raises(ToolFailed, match=f"{MAX_ATTEMPTS} engines in a row failed"):
+        scripted(*[fails] * MAX_ATTEMPTS)
 
 
 def test_a_refusal_does_not_count_from_a_failure_of_an_earlier_turn() -> None:
-    scripted(fails, ends, refuses, ends, turns=2, pause_s=2 * PATIENCE_S)
+    scripted(fails, ends, refuses, ends, turns=2, pause_s=2 * MAX_REJECTION_S)
 
 
 @pytest.mark.rotating(3)
@@ -137,11 +139,11 @@ async def test_an_engine_may_die_at_any_time_and_turns_go_on_at_another(
 
     async def two_turns(member: int) -> int:
         t = Trajectory(0, member, 0, 0, seed=member)
-        t.begin([1, 2, 3])
-        async with bench.router.stay(t) as stay:
+        t.set_prompt([1, 2, 3])
+        async with bench.router.create_assignment(t) as stay:
             await stay.generate(43)
             await clock.sleep(0.3)
-            t.appended([4])
+            t.append([4])
             await stay.generate(84)
         return t.length
 
@@ -152,6 +154,10 @@ async def test_an_engine_may_die_at_any_time_and_turns_go_on_at_another(
     assert await asyncio.gather(*turns) == [84] * len(turns)
     await clock.sleep(2 * LOOK_S)
     (link,) = bench.router.links.values()
-    assert (len(link.held), len(link.out), bench.router.waiting) == (0, 0, 0)
-    assert bench.router.idle == SLOTS and not bench.router.stays
-    assert bench.rollout.waits.published([]) == []
+    assert (len(link.assignments), len(link.running_assignments), bench.router.queue_length) == (
+        0,
+        0,
+        0,
+    )
+    assert bench.router.free_requests == SLOTS and not bench.router.assignments
+    assert bench.rollout.waits.list_longest([]) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
-from meshrl.services.sandbox.grading.code.grading import Grading
-from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
+from meshrl.services.sandbox.grading.code.pytest_tests import PytestJails
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
@@ -28,7 +28,7 @@ class Grader:
         launcher: JailLauncher,
         slots: JailSlots,
         limits: JailLimits,
-        suites: Suites | None = None,
+        suites: PytestJails | None = None,
     ) -> None:
         self._launcher, self._slots, self._limits = launcher, slots, limits
         self._suites = suites
@@ -45,8 +45,8 @@ class Grader:
         runner = "pytest" if self._suites else "isolated"
         options = {"case_s": case_s, "runner": runner}
         place = (self._launcher, self._slots, self._limits)
-        grading = Grading(*place, options, self._suites)
-        answer = await grading.reward(
+        grading = CodeGrader(*place, options, self._suites)
+        answer = await grading.compute_reward(
             {"tests": tests}, [{"role": "model", "text": f"```python\n{source}\n```"}]
         )
         return {

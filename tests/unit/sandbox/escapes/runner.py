@@ -28,8 +28,11 @@ from meshrl.common.job.isolation.runners import RUNSC
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.jail import Jail
-from meshrl.services.sandbox.isolation.jails.program import Program
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
+    Interpreter,
+    select_interpreter,
+)
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
@@ -53,7 +56,7 @@ LIMITS = JailLimits(
 BRIEFLY = replace(LIMITS, wall_s=0.8, cpu_s=0.4)  # for what can but run out of time
 UNHURRIED = replace(LIMITS, wall_s=8.0)  # nothing of a poison takes time, but the host may
 PATIENT = replace(LIMITS, wall_s=20.0, cpu_s=10.0)  # for what is heard before its time is over
-GOOD = Program("print(6 * 7)")
+GOOD = JailProgram("print(6 * 7)")
 WORD = b"ESCAPED"
 QUIET_LOOKS, LOOK_S, QUIET_S = 10, 0.005, 3.0  # until a session counts as left running
 FORGING, POISONING, ALL = ("reward forging", "tests forging"), "session poisoning", "--all"
@@ -70,11 +73,11 @@ class Runner:
     def __init__(self, tier: str, canary: Path, own: Path, every: bool) -> None:
         self.tier, self.all = tier, every
         clock = SystemClock()
-        homes = cgroups.find() if tier in ("cgroup", RUNSC) else None
+        homes = cgroups.find_parents() if tier in ("cgroup", RUNSC) else None
         kind = {"landlock": "landlock", RUNSC: "runner"}.get(tier, "bwrap")
-        interpreter = Interpreter.own()
+        interpreter = Interpreter.default()
         if tier == RUNSC:
-            interpreter = interpreter_of(JailSettings(runner=[RUNSC]))
+            interpreter = select_interpreter(JailSettings(runner=[RUNSC]))
         self.launcher = JailLauncher(SystemHost(), clock, kind, interpreter, homes)
         self.slots = JailSlots(clock, 4)
         # Without namespaces the limit of processes counts all that the user has: one by one there.
@@ -102,8 +105,8 @@ class Runner:
 
     async def escape(self, escape: Escape) -> dict[str, Any]:
         limits = BRIEFLY if escape.ends == ("timeout",) else self.limits
-        asked = Program(self._placed(escape.source), escape.mode)
-        async with self.slots.one():
+        asked = JailProgram(self._placed(escape.source), escape.mode)
+        async with self.slots.acquire():
             ran = await self.launcher.run(asked, limits)
         said = ran.stdout + ran.stderr
         return {
@@ -121,11 +124,11 @@ class Runner:
             self._placed(source).replace(program.SECRET, secret).replace(program.NAME, name)
             for source in (pair.sender, pair.receiver)
         ]
-        async with self.at_once, self.slots.one():
-            jail = await self.launcher.open(Program(sources[0]), self.patient)
+        async with self.at_once, self.slots.acquire():
+            jail = await self.launcher.open(JailProgram(sources[0]), self.patient)
             try:
                 sending = await self._sends(jail)
-                asked = Program(sources[1])
+                asked = JailProgram(sources[1])
                 ran = await self.launcher.run(asked, self.limits) if sending else None
                 failed = jail.stderr
             finally:
@@ -146,9 +149,9 @@ class Runner:
         try:
             async with self.clock.timeout(self.patient.wall_s, "a sender"):
                 while program.SENT.encode() not in (said := said + jail.stdout):
-                    if stream.ended:
+                    if stream.is_eof:
                         return False
-                    await stream.arrival()
+                    await stream.wait_readable()
         except DeadlineExceeded:
             return False
         return True
@@ -185,7 +188,7 @@ class Runner:
         while quiet < QUIET_LOOKS:
             busy = []
             for process in psutil.Process().children(recursive=True):
-                if self.launcher.zygote not in (process.pid, _parent(process)):
+                if self.launcher.zygote_pid not in (process.pid, _parent(process)):
                     busy += [f"{process.pid}" for state in _threads(process.pid) if state == "R"]
             quiet = 0 if busy else quiet + 1
             if self.clock.monotonic() > until and busy:

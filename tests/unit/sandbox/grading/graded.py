@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.services.sandbox.grading.code.grading import Grading
-from meshrl.services.sandbox.grading.code.real_pytest import Suites
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
+from meshrl.services.sandbox.grading.code.pytest_tests import PytestJails
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
 
 
@@ -27,12 +27,16 @@ def said(text: str) -> list[dict[str, Any]]:
 
 
 async def graded(
-    launcher: JailLauncher, tests: Any, source: str, suites: Suites | None = None, **options: Any
-) -> Answer:
+    launcher: JailLauncher,
+    tests: Any,
+    source: str,
+    suites: PytestJails | None = None,
+    **options: Any,
+) -> CallResult:
     """Grade a program; each case has time on a busy host, too, unless an option says how much."""
     slots = JailSlots(SystemClock(), 2)
-    grading = Grading(launcher, slots, JailLimits(), {"case_s": scaled(2.0)} | options, suites)
-    return await grading.reward({"tests": tests}, said(source))
+    grading = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(2.0)} | options, suites)
+    return await grading.compute_reward({"tests": tests}, said(source))
 
 
 class Judge:
@@ -40,10 +44,12 @@ class Judge:
 
     def __init__(self, launcher: JailLauncher, **options: Any) -> None:
         slots = JailSlots(SystemClock(), 4)
-        self.grading = Grading(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
+        self.grading = CodeGrader(launcher, slots, JailLimits(), {"case_s": scaled(5.0)} | options)
 
-    async def answer(self, tests: Any, source: str) -> Answer:
-        return await self.grading.reward({"tests": tests}, said(f"```python\n{source}\n```"))
+    async def answer(self, tests: Any, source: str) -> CallResult:
+        return await self.grading.compute_reward(
+            {"tests": tests}, said(f"```python\n{source}\n```")
+        )
 
     async def all(self, graded: dict[str, tuple[Any, str]]) -> dict[str, Any]:
         """The score of each (tests, program) by name."""

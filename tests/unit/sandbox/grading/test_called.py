@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from meshrl.common.grading.cases import (
-    DEPTH,
-    DIGITS,
-    BadTests,
-    CalledTests,
-    PrintedTests,
-    names,
-    read,
+    MAX_DEPTH,
+    MAX_DIGITS,
+    FunctionTests,
+    InvalidTests,
+    StdioTests,
+    find_required_names,
+    parse_tests,
 )
-from meshrl.common.grading.support import Unsupported
+from meshrl.common.grading.isolated_support import UnsupportedTests
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from tests.unit.sandbox.grading.graded import Judge, rows
 
@@ -116,43 +116,51 @@ def test_shapes_that_mean_nothing_certain_are_refused_by_name() -> None:
         (["assert f() == 1"], "a case is a table"),
         (5, "not a int"),
     ):
-        with pytest.raises(BadTests, match=message):
-            read(tests)
+        with pytest.raises(InvalidTests, match=message):
+            parse_tests(tests)
     deep: Any = 1
-    for _ in range(DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         deep = [deep]
     for unsupported, part in (
         ({"function": "f", "cases": [{"args": [b"x"], "output": 1}]}, "bytes"),
         ({"function": "f", "cases": [{"args": [deep], "output": 1}]}, "nested deeper"),
         ({"function": "f", "types": ["TreeNode"], "inputs": [[1]], "outputs": [1]}, "TreeNode"),
         ({"function": "f", "cases": [{"args": [], "type": "ListNode", "output": 1}]}, "ListNode"),
-        ('{"function": "f", "cases": [{"args": [' + "9" * (DIGITS + 1) + "]}]}", "whole number"),
+        (
+            '{"function": "f", "cases": [{"args": [' + "9" * (MAX_DIGITS + 1) + "]}]}",
+            "whole number",
+        ),
     ):  # fmt: skip
-        with pytest.raises(Unsupported, match=part):
-            read(unsupported)
+        with pytest.raises(UnsupportedTests, match=part):
+            parse_tests(unsupported)
 
 
 def test_large_numbers_of_a_row_are_read_soon() -> None:
-    text = '{"inputs": [[1]], "outputs": [' + "-" + "7" * (DIGITS - 1) + '], "fn_name": "f"}'
+    text = '{"inputs": [[1]], "outputs": [' + "-" + "7" * (MAX_DIGITS - 1) + '], "fn_name": "f"}'
     begun = time.thread_time()
-    found = read(text)
-    assert isinstance(found, CalledTests) and time.thread_time() - begun < 2.0
-    assert found.cases[0].accepted == [-(10 ** (DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
+    found = parse_tests(text)
+    assert isinstance(found, FunctionTests) and time.thread_time() - begun < 2.0
+    assert found.cases[0].accepted_results == [-(10 ** (MAX_DIGITS - 1) - 1) // 9 * 7 - 7 + 7]
 
 
 def test_tests_in_python_are_told_from_json() -> None:
     for source in ("def test_f(): pass", "[1, 2][0]\ndef test(): pass", "{x for x in ()}"):
-        assert read(source) == source
-    assert read("[]") == PrintedTests([])
+        assert parse_tests(source) == source
+    assert parse_tests("[]") == StdioTests([])
 
 
 def test_what_a_program_must_define_is_what_its_tests_ask_for() -> None:
-    assert names(read({"function": "A.f", "cases": []})) == {"A"}
-    assert names(read([])) == set()
-    assert names("import solution as s\nfrom solution import f, A as B\n") == {"f", "A"}
-    assert names("import solution\ndef test(): solution.g()") == {"g"}
-    assert names("from solution import *\nimport math\ndef test(x):\n    y = f(x)\n") == {"f"}
-    assert names("def test(") == set()
+    assert find_required_names(parse_tests({"function": "A.f", "cases": []})) == {"A"}
+    assert find_required_names(parse_tests([])) == set()
+    assert find_required_names("import solution as s\nfrom solution import f, A as B\n") == {
+        "f",
+        "A",
+    }
+    assert find_required_names("import solution\ndef test(): solution.g()") == {"g"}
+    assert find_required_names(
+        "from solution import *\nimport math\ndef test(x):\n    y = f(x)\n"
+    ) == {"f"}
+    assert find_required_names("def test(") == set()
 
 
 @pytest.mark.needs("bwrap")

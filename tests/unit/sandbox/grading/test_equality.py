@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.common.grading.answers import spoken
-from meshrl.services.sandbox.grading.code.equality import Tolerance, same, same_text
-from meshrl.services.sandbox.grading.code.programs import prefixed, program_of
-from meshrl.services.sandbox.grading.texts import choice
-from meshrl.services.sandbox.jail.wire import plain
+from meshrl.common.grading.answers import strip_reasoning
+from meshrl.services.sandbox.grading.code.comparison import Tolerance, is_equal, is_same_text
+from meshrl.services.sandbox.grading.code.program_extraction import extract_program, prepend
+from meshrl.services.sandbox.grading.text_rewards import score_choice
+from meshrl.services.sandbox.jail.wire import plain_data
 
 NUMBERS = st.floats(allow_nan=False) | st.integers()
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -70,7 +70,7 @@ SMALL = st.floats(0.0, 1e-2)
     ],
 )
 def test_words_are_compared(found: str, wanted: str, equal: bool) -> None:
-    assert same_text(found, wanted, Tolerance()) is equal
+    assert is_same_text(found, wanted, Tolerance()) is equal
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_words_are_compared(found: str, wanted: str, equal: bool) -> None:
     ],
 )
 def test_values_are_compared(found: Any, wanted: Any, equal: bool) -> None:
-    assert same(plain.jsonable(found), wanted, Tolerance()) is equal
+    assert is_equal(plain_data.to_jsonable(found), wanted, Tolerance()) is equal
 
 
 @settings(max_examples=50)
 @given(VALUES)
 def test_a_value_equals_itself_whatever_it_crosses(value: Any) -> None:
-    assert same(plain.jsonable(value), value, Tolerance(0.0, 0.0))
+    assert is_equal(plain_data.to_jsonable(value), value, Tolerance(0.0, 0.0))
 
 
 @settings(max_examples=50)
@@ -113,11 +113,11 @@ def test_values_of_one_kind_are_equal(a: Any, b: Any, relative: float, absolute:
             return True
         return type(x) is type(y)
 
-    found = same(plain.jsonable(a), b, Tolerance(relative, absolute))
+    found = is_equal(plain_data.to_jsonable(a), b, Tolerance(relative, absolute))
     if found:
         assert same_kind(a, b)
     if type(a) is type(b) is float:
-        assert found == same(b, a, Tolerance(relative, absolute))
+        assert found == is_equal(b, a, Tolerance(relative, absolute))
 
 
 @given(NUMBERS, NUMBERS, SMALL, SMALL, SMALL, SMALL)
@@ -126,15 +126,17 @@ def test_a_wider_tolerance_accepts_all_that_a_narrow_one_does(
 ) -> None:
     narrow = Tolerance(relative, absolute)
     wide = Tolerance(relative + more, absolute + further)
-    assert same(plain.jsonable(a), b, wide) or not same(plain.jsonable(a), b, narrow)
-    assert same_text(str(a), str(b), wide) or not same_text(str(a), str(b), narrow)
+    assert is_equal(plain_data.to_jsonable(a), b, wide) or not is_equal(
+        plain_data.to_jsonable(a), b, narrow
+    )
+    assert is_same_text(str(a), str(b), wide) or not is_same_text(str(a), str(b), narrow)
 
 
 @given(st.integers(), st.integers())
 def test_integers_are_exact_at_any_tolerance(a: int, b: int) -> None:
     wide = Tolerance(1.0, 1e30)
-    assert same(plain.jsonable(a), b, wide) == (a == b)
-    assert same_text(str(a), str(b), wide) == (a == b)
+    assert is_equal(plain_data.to_jsonable(a), b, wide) == (a == b)
+    assert is_same_text(str(a), str(b), wide) == (a == b)
 
 
 @given(st.integers(), st.floats(0.999, 1.001))
@@ -143,14 +145,14 @@ def test_a_rounded_float_is_no_integer(a: int, factor: float) -> None:
         found = a * factor
     except OverflowError:
         return
-    assert same(found, a, Tolerance()) == (found == a)
+    assert is_equal(found, a, Tolerance()) == (found == a)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_how_a_float_is_spelled_is_all_the_same(value: float) -> None:
     spellings = (f"{value!r}", f"{value:.17g}", f"{value:.17e}", f"{value:+.20E}")
     for wanted in (repr(value), f"{value:.17e}"):
-        assert all(same_text(found, wanted, Tolerance()) for found in spellings)
+        assert all(is_same_text(found, wanted, Tolerance()) for found in spellings)
 
 
 ROWS = tomllib.loads((Path(__file__).parent / "programs.toml").read_text())
@@ -170,30 +172,30 @@ def cases(kind: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("text", "program"), cases("prints"))
 def test_the_last_block_that_is_a_program_counts(text: str, program: str) -> None:
-    assert program_of(spoken(text) or "", prints=True) == program
+    assert extract_program(strip_reasoning(text) or "", reads_stdin=True) == program
 
 
 @pytest.mark.parametrize(("text", "program"), cases("defines"))
 def test_the_last_block_that_defines_what_is_called_counts(text: str, program: str) -> None:
-    assert program_of(text, names={"f"}) == program
+    assert extract_program(text, required_names={"f"}) == program
 
 
 def test_a_class_that_defines_what_is_called_counts() -> None:
     method = F.replace("\n", "\n    ")
     text = f"```python\nclass Solution:\n    {method}\n```\n"
-    assert "class Solution" in program_of(text, names={"f"})
+    assert "class Solution" in extract_program(text, required_names={"f"})
 
 
 def test_a_block_that_defines_all_that_is_tested_comes_before_one_of_a_part() -> None:
     both = f"class A: pass\n{F}"
     text = f"```python\n{both}```\nThe second again:\n```python\n{F}```\n"
-    assert program_of(text, names={"A", "f"}) == both
-    assert program_of(text, names={"f"}) == F
+    assert extract_program(text, required_names={"A", "f"}) == both
+    assert extract_program(text, required_names={"f"}) == F
 
 
 def test_a_prefix_is_parsed_with_what_follows_it() -> None:
     text = "```python\n    return x + 1\n```\nprints\n```\n5\n```"
-    assert program_of(text, prefix="def f(x):\n", names={"f"}) == "    return x + 1\n"
+    assert extract_program(text, prefix="def f(x):\n", required_names={"f"}) == "    return x + 1\n"
 
 
 @pytest.mark.parametrize(
@@ -208,10 +210,10 @@ def test_a_prefix_is_parsed_with_what_follows_it() -> None:
 @pytest.mark.parametrize("prefix", ["import math\n", "from __future__ import generators\nx = 1\n"])
 def test_a_prefix_comes_behind_what_python_wants_first(prefix: str, program: str) -> None:
     found: dict[str, Any] = {}
-    source = prefixed(prefix, program_of(f"```python\n{program}```", prefix, {"f"}))
+    source = prepend(prefix, extract_program(f"```python\n{program}```", prefix, {"f"}))
     exec(compile(source, "main.py", "exec", dont_inherit=True), found)
     assert found["f"](1) == 2 and source.endswith(F)
-    assert program_of(f"```python\n{program}```\n```\nx = 5\n```", prefix, {"f"}) == program
+    assert extract_program(f"```python\n{program}```\n```\nx = 5\n```", prefix, {"f"}) == program
 
 
 PROGRAMS = st.sampled_from(
@@ -254,14 +256,14 @@ def test_a_program_in_markdown_is_found_whatever_surrounds_it(
         for line in f"{fence}{tag}\n{program}{fence}\n".splitlines(keepends=True)
     )
     text = "\n\n".join([before, noise, block, after, more])
-    found = program_of(text.replace("\n", "\r\n") if crlf else text, prints=True)
+    found = extract_program(text.replace("\n", "\r\n") if crlf else text, reads_stdin=True)
     assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(program)) or indent
     assert compile(found, "found", "exec").co_names == compile(program, "as", "exec").co_names
 
 
 @given(st.text(alphabet="`~\n pf(x)='\"1:", max_size=200))
 def test_any_text_has_a_program_or_none(text: str) -> None:
-    assert isinstance(program_of(text, names={"f"}), str)
+    assert isinstance(extract_program(text, required_names={"f"}), str)
 
 
 @pytest.mark.rotating(3)
@@ -284,7 +286,7 @@ def test_any_text_has_a_program_or_none(text: str) -> None:
 )
 def test_a_hostile_text_is_soon_read(text: str) -> None:
     begun = time.thread_time()
-    program_of(spoken(text) or "", prints=True)
+    extract_program(strip_reasoning(text) or "", reads_stdin=True)
     assert time.thread_time() - begun < 3.0
 
 
@@ -311,14 +313,14 @@ def check(name: str, reward: Reward) -> None:
 
 
 def test_choice_takes_right_letters_in_all_formats_and_no_others() -> None:
-    check("choice.jsonl", choice)
+    check("choice.jsonl", score_choice)
 
 
 @pytest.mark.group("maths")  # sympy is imported by one worker
 def test_math_takes_right_answers_in_all_formats_and_no_number_anywhere() -> None:
-    from meshrl.services.sandbox.grading.mathematics import maths
+    from meshrl.services.sandbox.grading.mathematics import math_reward
 
-    check("math.jsonl", maths.reward)
+    check("math.jsonl", math_reward.compute_reward)
 
 
 HOSTILE = [
@@ -336,5 +338,5 @@ HOSTILE = [
 def test_a_hostile_text_names_no_choice_and_is_soon_read() -> None:
     begun = time.thread_time()
     for text in HOSTILE:
-        assert choice({"answer": "B"}, [{"role": "model", "text": text}], {}) == 0.0
+        assert score_choice({"answer": "B"}, [{"role": "model", "text": text}], {}) == 0.0
     assert time.thread_time() - begun < 3.0

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.grading.answers import answer_of, spoken
-from meshrl.services.sandbox.grading.calculator import calculator
-from meshrl.services.sandbox.grading.texts import choice, exact, regex
+from meshrl.common.grading.answers import extract_answer, strip_reasoning
+from meshrl.services.sandbox.grading.calculator import calculate
+from meshrl.services.sandbox.grading.text_rewards import score_choice, score_exact, score_regex
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.jobs import summed
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.loaded_job import sum_rewards
+from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded, said
 
@@ -32,7 +32,7 @@ from tests.unit.sandbox.grading.graded import graded, said
     ],
 )
 def test_exact(text: str, options: dict[str, Any], score: float) -> None:
-    assert exact({"answer": "Paris"}, said(text), options) == score
+    assert score_exact({"answer": "Paris"}, said(text), options) == score
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_exact(text: str, options: dict[str, Any], score: float) -> None:
     ],
 )
 def test_regex(text: str, pattern: str, score: float) -> None:
-    assert regex({"answer": 42}, said(text), {"pattern": pattern}) == score
+    assert score_regex({"answer": 42}, said(text), {"pattern": pattern}) == score
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_regex(text: str, pattern: str, score: float) -> None:
     ],
 )
 def test_choice(text: str, score: float) -> None:
-    assert choice({"answer": "(b)"}, said(text), {}) == score
+    assert score_choice({"answer": "(b)"}, said(text), {}) == score
 
 
 @pytest.mark.parametrize(
@@ -93,20 +93,20 @@ def test_choice(text: str, score: float) -> None:
     ],
 )
 def test_calculator(expression: str, value: str) -> None:
-    assert calculator(expression).startswith(value)
+    assert calculate(expression).startswith(value)
 
 
 @given(st.text(alphabet="0123456789+-*/%^(). episqrt", max_size=40))
 def test_the_calculator_always_answers_with_text(expression: str) -> None:
-    assert isinstance(calculator(expression), str)
+    assert isinstance(calculate(expression), str)
 
 
 def test_an_answer_is_the_last_turn_of_the_model() -> None:
     turns = [*said("first"), {"role": "tool", "value": 1}, *said("last$$")]
-    assert answer_of(turns, {"strip": "$"}) == "last"
-    assert answer_of(turns[:2], {}) == "first", "a tool may end a trajectory"
-    assert answer_of(turns[1:2], {}) is None
-    assert answer_of([], {}) is None
+    assert extract_answer(turns, {"strip": "$"}) == "last"
+    assert extract_answer(turns[:2], {}) == "first", "a tool may end a trajectory"
+    assert extract_answer(turns[1:2], {}) is None
+    assert extract_answer([], {}) is None
 
 
 CUT: dict[str, Any] = {"role": "model", "text": "8", "stop": "", "truncated": True}
@@ -133,42 +133,46 @@ def test_there_is_one_definition_of_the_answer() -> None:
     """The same turns have an answer, or none, for every reward; judges: test_judge.py."""
     row = {"answer": 8}
     for turns in NO_ANSWERS:
-        assert answer_of(turns, {}) is None, turns
-        assert exact(row, turns, {}) == regex(row, turns, {"pattern": ""}) == 0.0, turns
-        assert choice({"answer": "A"}, turns, {}) == 0.0
+        assert extract_answer(turns, {}) is None, turns
+        assert score_exact(row, turns, {}) == score_regex(row, turns, {"pattern": ""}) == 0.0, turns
+        assert score_choice({"answer": "A"}, turns, {}) == 0.0
     for text, answer in ANSWERS.items():
-        assert spoken(text) == answer, text
-        assert exact(row, said(text), {}) == 1.0, text
-        assert regex(row, said(text), {"pattern": "^(?P<answer>.)$"}) == 1.0, text
-        assert regex(row, said(text), {"pattern": "7"}) == 0.0, "reasoning is no answer"
+        assert strip_reasoning(text) == answer, text
+        assert score_exact(row, said(text), {}) == 1.0, text
+        assert score_regex(row, said(text), {"pattern": "^(?P<answer>.)$"}) == 1.0, text
+        assert score_regex(row, said(text), {"pattern": "7"}) == 0.0, "reasoning is no answer"
     last = CUT | {"text": "8;", "stop": ";"}
-    assert exact(row, [last], {}) == 1.0, "the last of max_turns is whole"
+    assert score_exact(row, [last], {}) == 1.0, "the last of max_turns is whole"
 
 
 def test_a_pattern_that_names_the_reasoning_is_looked_for_in_the_whole_turn() -> None:
     form = r"^<think>.+</think>\s*<answer>.+</answer>$"
     turns = said("<think>7 + 1</think>\n<answer>8</answer>")
-    assert regex({}, turns, {"pattern": form}) == 1.0
-    assert regex({}, said("<answer>8</answer>"), {"pattern": form}) == 0.0
-    assert regex({}, said("<think>I think 8</think>7"), {"pattern": "think 8"}) == 0.0
+    assert score_regex({}, turns, {"pattern": form}) == 1.0
+    assert score_regex({}, said("<answer>8</answer>"), {"pattern": form}) == 0.0
+    assert score_regex({}, said("<think>I think 8</think>7"), {"pattern": "think 8"}) == 0.0
 
 
 def test_a_sum_of_parts_is_rounded_once_and_finite() -> None:
-    ones = [Answer("ok", 1.0, "")] * 3
-    assert summed([0.7, 0.2, 0.1], ones) == Answer("ok", 1.0, "")
-    assert summed([0.1] * 10, [Answer("ok", 1.0, "")] * 10).value == 1.0
+    ones = [CallResult("ok", 1.0, "")] * 3
+    assert sum_rewards([0.7, 0.2, 0.1], ones) == CallResult("ok", 1.0, "")
+    assert sum_rewards([0.1] * 10, [CallResult("ok", 1.0, "")] * 10).value == 1.0
     for weights in ([1e308, 1e308, 1.0], [2.0, -2.0, 1.0]):
-        large = [Answer("ok", 1.7e308, ""), Answer("ok", 1.7e308, ""), Answer("ok", 1.0, "")]
-        found = summed(weights, large)
+        large = [
+            CallResult("ok", 1.7e308, ""),
+            CallResult("ok", 1.7e308, ""),
+            CallResult("ok", 1.0, ""),
+        ]
+        found = sum_rewards(weights, large)
         assert (found.status, found.value) == ("bad_value", None)
         assert "not finite" in found.error
 
 
 def test_a_sum_is_a_score_only_if_every_part_is() -> None:
-    whole = [Answer("ok", 1.0, ""), Answer("ok", 0.5, "")]
-    assert summed([1.0, -0.5], whole) == Answer("ok", 0.75, "")
-    failed = Answer("timeout", None, "late")
-    assert summed([1.0, 0.0], [whole[0], failed]) is failed
+    whole = [CallResult("ok", 1.0, ""), CallResult("ok", 0.5, "")]
+    assert sum_rewards([1.0, -0.5], whole) == CallResult("ok", 0.75, "")
+    failed = CallResult("timeout", None, "late")
+    assert sum_rewards([1.0, 0.0], [whole[0], failed]) is failed
 
 
 def of_identity(count: int) -> tuple[dict[str, Any], str]:
@@ -208,7 +212,7 @@ async def test_a_case_that_hangs_or_crashes_costs_only_itself(launcher: JailLaun
     source += "        import os; os._exit(0)\n    return x"
     for tests in of_identity(5):
         answer = await graded(launcher, tests, source, case_s=min(2.0, scaled(0.5)))
-        assert answer == Answer("ok", 0.6, "")
+        assert answer == CallResult("ok", 0.6, "")
 
 
 @pytest.mark.deep
@@ -218,7 +222,7 @@ async def test_limits_are_of_each_case(launcher: JailLauncher) -> None:
     source += "    while time.process_time() < end: pass\n    return x"
     for tests in of_identity(5):
         answer = await graded(launcher, tests, source, case_s=min(0.8, scaled(0.35)))
-        assert answer == Answer("ok", 1.0, "")
+        assert answer == CallResult("ok", 1.0, "")
 
 
 @pytest.mark.needs("bwrap")
@@ -235,7 +239,7 @@ async def test_a_program_that_exits_between_cases_gains_nothing(launcher: JailLa
     source = "import os, threading\nthreading.Timer(0.05, os._exit, [0]).start()\n"
     source += "def f(x):\n    import time\n    time.sleep(0.2)\n    return x"
     for tests in of_identity(4):
-        assert await graded(launcher, tests, source, case_s=1.0) == Answer("ok", 0.0, "")
+        assert await graded(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
 
 
 FORGED = """
@@ -319,7 +323,7 @@ async def test_only_a_class_under_test_has_a_say_in_its_verdicts(launcher: JailL
 async def test_a_wrong_answer_never_becomes_an_error_that_spares_it_the_zero(
     launcher: JailLauncher, tests: Any, source: str
 ) -> None:
-    assert await graded(launcher, tests, source, case_s=1.0) == Answer("ok", 0.0, "")
+    assert await graded(launcher, tests, source, case_s=1.0) == CallResult("ok", 0.0, "")
 
 
 @pytest.mark.needs("bwrap")
@@ -341,5 +345,5 @@ async def test_methods_sets_and_fast_input_are_as_people_write_them(launcher: Ja
 async def test_an_answer_that_hangs_in_every_case_is_given_up(launcher: JailLauncher) -> None:
     cases = [{"input": "", "output": str(x)} for x in range(200)]
     hung = await graded(launcher, cases, "while True: pass", case_s=0.2)
-    assert hung == Answer("ok", 0.0, "")
-    assert launcher.started <= 8
+    assert hung == CallResult("ok", 0.0, "")
+    assert launcher.started_count <= 8

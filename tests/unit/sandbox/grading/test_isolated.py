@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.grading.support import Unsupported
-from meshrl.services.sandbox.grading.code import isolated
-from meshrl.services.sandbox.grading.code.attempt import STARVED_RETRIES, Attempt
-from meshrl.services.sandbox.grading.code.grading import Grading
-from meshrl.services.sandbox.grading.code.programs import prelude_of
+from meshrl.common.grading.isolated_support import UnsupportedTests
+from meshrl.services.sandbox.grading.code import isolated_tests
+from meshrl.services.sandbox.grading.code.attempt import MAX_STARVED_JAILS, GradingAttempt
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
+from meshrl.services.sandbox.grading.code.program_extraction import build_prelude
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, Ran
+from meshrl.services.sandbox.isolation.jails.jail import Jail, JailFailed, ProgramResult
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
 from tests.load import scaled
@@ -26,8 +26,8 @@ ROWS = rows("rows.toml", "row")
 
 async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: float = 0.0) -> str:
     slots, options = JailSlots(SystemClock(), 2), {"case_s": case_s or scaled(CASE_S)}
-    attempt = Attempt(launcher, slots, JailLimits(), options)
-    return "".join("01"[one] for one in await isolated.passed(attempt, solution, tests))
+    attempt = GradingAttempt(launcher, slots, JailLimits(), options)
+    return "".join("01"[one] for one in await isolated_tests.run_tests(attempt, solution, tests))
 
 
 @pytest.mark.needs("bwrap")
@@ -35,7 +35,7 @@ async def passed(launcher: JailLauncher, solution: str, tests: str, case_s: floa
 @pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
 async def test_tests_as_people_write_them(launcher: JailLauncher, row: dict[str, str]) -> None:
     if row["passed"] == "unsupported":
-        with pytest.raises(Unsupported):
+        with pytest.raises(UnsupportedTests):
             await passed(launcher, row["solution"], row["tests"])
         return
     found = await passed(launcher, row["solution"], row["tests"])
@@ -155,7 +155,7 @@ async def test_time_in_which_the_tests_work_is_not_the_solutions(launcher: JailL
     ],
 )
 async def test_what_cannot_be_done_is_named(launcher: JailLauncher, tests: str, named: str) -> None:
-    with pytest.raises(Unsupported, match=named):
+    with pytest.raises(UnsupportedTests, match=named):
         await passed(launcher, "def f(x): return x", tests)
 
 
@@ -220,9 +220,11 @@ async def test_a_solution_hides_no_assert_of_a_callback(launcher: JailLauncher, 
         expected = tests.replace(call, f"with pytest.raises(AssertionError): {call}")
         assert await passed(launcher, source, "import pytest\n" + expected) == "1"
     source = f"{kind} visit(f):\n" + body.format(waits, 40, "BaseException", "pass")
-    with pytest.raises(Unsupported, match="callback of the tests and the solution kept") as error:
+    with pytest.raises(
+        UnsupportedTests, match="callback of the tests and the solution kept"
+    ) as error:
         await passed(launcher, source, tests)
-    assert error.value.provoked
+    assert error.value.is_caused_by_solution
 
 
 LINES = {  # a program, and the names of its prelude in their order
@@ -255,7 +257,7 @@ PLAIN = "def total(nums: List[int]) -> int: return sum(nums)"
 
 def test_prelude_imports_only_names_that_a_program_lacks() -> None:
     for program, names in LINES.items():
-        prelude = prelude_of(program)
+        prelude = build_prelude(program)
         found = [line.split()[-1] for line in prelude.splitlines() if "import" in line]
         assert " ".join(sorted(found)) == names, program
         exec(prelude, {})
@@ -297,8 +299,8 @@ class Lagging:
         return jail
 
 
-def graded(launcher: Any) -> Grading:
-    return Grading(launcher, JailSlots(SystemClock(), 4), JailLimits(), OPTIONS)
+def graded(launcher: Any) -> CodeGrader:
+    return CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), OPTIONS)
 
 
 @pytest.mark.needs("bwrap")
@@ -306,14 +308,14 @@ async def test_right_program_passes_when_its_first_call_is_late(launcher: JailLa
     for tests, jails in ((CALLS, 1), (UNIT, 2)):
         lagging = Lagging(launcher)
         turns = [{"role": "model", "text": RIGHT}]
-        answer = await graded(lagging).reward({"tests": tests}, turns)
+        answer = await graded(lagging).compute_reward({"tests": tests}, turns)
         assert (answer.status, answer.value, lagging.opened) == ("ok", 1.0, jails), tests
 
 
 @pytest.mark.needs("bwrap")
 async def test_program_that_sleeps_at_its_start_is_not_passed(launcher: JailLauncher) -> None:
     for tests in (CALLS, UNIT):
-        answer = await graded(launcher).reward(
+        answer = await graded(launcher).compute_reward(
             {"tests": tests}, [{"role": "model", "text": SLEEPS}]
         )
         assert (answer.status, answer.value) == ("ok", 0.0), tests
@@ -322,9 +324,11 @@ async def test_program_that_sleeps_at_its_start_is_not_passed(launcher: JailLaun
 def test_starved_jails_are_retried_and_then_a_typed_error() -> None:
     launcher: Any = Lagging.__new__(Lagging)
     launcher.clock = SystemClock()
-    attempt = Attempt(launcher, JailSlots(launcher.clock, 1), JailLimits(), OPTIONS)
-    ran = Ran("timeout", b"", b"", -9, cpu_s=0.01, wall_s=22.0, by_clock=True, starved=True)
-    for _ in range(STARVED_RETRIES):
-        attempt.starved(ran)
+    attempt = GradingAttempt(launcher, JailSlots(launcher.clock, 1), JailLimits(), OPTIONS)
+    ran = ProgramResult(
+        "timeout", b"", b"", -9, cpu_s=0.01, wall_s=22.0, is_wall_timeout=True, is_starved=True
+    )
+    for _ in range(MAX_STARVED_JAILS):
+        attempt.count_starved(ran)
     with pytest.raises(JailFailed, match=r"no time to run.*0.01 s of CPU time in 22 s"):
-        attempt.starved(ran)
+        attempt.count_starved(ran)

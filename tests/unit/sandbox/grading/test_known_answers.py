@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.grading.answers import spoken
-from meshrl.services.sandbox.grading.code.equality import Tolerance, same
-from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.common.grading.answers import strip_reasoning
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
+from meshrl.services.sandbox.grading.code.comparison import Tolerance, is_equal
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
@@ -36,13 +36,15 @@ CODING = rows("coding.jsonl")
 @pytest.mark.group("maths")  # sympy is imported by one worker
 @pytest.mark.parametrize("family", sorted({row["family"] for row in MATHS}))
 def test_maths_pairs_are_graded_right(family: str) -> None:
-    from meshrl.services.sandbox.grading.mathematics.maths import equal
+    from meshrl.services.sandbox.grading.mathematics.math_reward import is_equal
 
     pairs = [row for row in MATHS if row["family"] == family]
     assert len(pairs) >= 15
-    said = [(row, spoken(row["answer"])) for row in pairs]
+    said = [(row, strip_reasoning(row["answer"])) for row in pairs]
     wrong = [
-        row for row, text in said if (text is not None and equal(row["gold"], text)) != row["right"]
+        row
+        for row, text in said
+        if (text is not None and is_equal(row["gold"], text)) != row["right"]
     ]
     assert wrong == []
 
@@ -70,10 +72,10 @@ def test_maths_pairs_are_graded_right(family: str) -> None:
     ],
 )
 def test_golds_and_answers_as_people_write_them(gold: str, answer: str, right: bool) -> None:
-    from meshrl.services.sandbox.grading.mathematics.maths import equal
+    from meshrl.services.sandbox.grading.mathematics.math_reward import is_equal
 
-    said = spoken(answer)
-    assert (said is not None and equal(gold, said)) is right
+    said = strip_reasoning(answer)
+    assert (said is not None and is_equal(gold, said)) is right
 
 
 def test_there_are_pairs_of_both_kinds() -> None:
@@ -97,11 +99,11 @@ ENDLESS = [
 # A process for each, as an answer may end it; they share the imports.
 TELLS = """
 import json, os, sys
-from meshrl.services.sandbox.grading.mathematics import maths
-maths.CPU_S = 0.5
+from meshrl.services.sandbox.grading.mathematics import math_reward
+math_reward.PAIR_CPU_LIMIT_S = 0.5
 for answer in json.load(sys.stdin):
     if os.fork() == 0:
-        print(maths.equal("8", answer), flush=True)
+        print(math_reward.is_equal("8", answer), flush=True)
         os._exit(0)
     if os.wait()[1]:
         print("ended", flush=True)
@@ -135,12 +137,12 @@ def test_an_answer_that_takes_for_ever_is_soon_wrong(told: list[str], place: int
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("style", ["stdin", "calls", "pytest"])
 async def test_programs_are_graded_right(launcher: JailLauncher, style: str) -> None:
-    grading = Grading(launcher, JailSlots(SystemClock(), 4), JailLimits(), {})
+    grading = CodeGrader(launcher, JailSlots(SystemClock(), 4), JailLimits(), {})
 
     async def graded(row: dict[str, Any], source: str) -> Any:
         text = f"I think so:\n```python\n{source}\n```\nThat is it."
         turns = [{"role": "model", "text": text}]
-        answer = await grading.reward({"tests": row["tests"]}, turns)
+        answer = await grading.compute_reward({"tests": row["tests"]}, turns)
         assert answer.status == "ok", (row["name"], answer)
         return answer.value
 
@@ -182,4 +184,4 @@ def test_there_are_fifty_coding_problems() -> None:
     ],
 )
 def test_values_are_compared_as_json(found: Any, wanted: Any, equal: bool) -> None:
-    assert same(found, wanted, Tolerance()) is equal
+    assert is_equal(found, wanted, Tolerance()) is equal

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from meshrl.services.sandbox.grading.code.real_pytest import Suites
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, with_pytest
+from meshrl.services.sandbox.grading.code.pytest_tests import PytestJails
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, add_pytest
 from meshrl.services.sandbox.isolation.resources import cgroups
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.outcomes import CallResult
 from tests.load import scaled
 from tests.unit.sandbox.grading.graded import graded as grade
 from tests.unit.sandbox.grading.graded import rows
@@ -23,15 +23,15 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Suites]:
+async def suites(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[PytestJails]:
     log = tmp_path_factory.mktemp("suites") / "jails.log"
-    interpreter = with_pytest(Interpreter.own())
-    async with launching(log, interpreter=interpreter, homes=cgroups.find()) as made:
+    interpreter = add_pytest(Interpreter.default())
+    async with launching(log, interpreter=interpreter, homes=cgroups.find_parents()) as made:
         await made.start()
-        yield Suites(made)
+        yield PytestJails(made)
 
 
-async def graded(suites: Suites, tests: str, source: str, **options: Any) -> Answer:
+async def graded(suites: PytestJails, tests: str, source: str, **options: Any) -> CallResult:
     options = {"runner": "pytest", **options}
     return await grade(suites.launcher, tests, source, suites, **options)
 
@@ -88,22 +88,22 @@ def test_torn(torn): pass
 
 @pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_share_of_what_pytest_passes(suites: Suites) -> None:
-    assert await graded(suites, USUAL, ADD) == Answer("ok", 5 / 6, "")
-    assert await graded(suites, USUAL, ADD, partial=False) == Answer("ok", 0.0, "")
-    assert await graded(suites, USUAL, "def add(a, b): return 0") == Answer("ok", 1 / 6, "")
-    assert await graded(suites, USUAL, "def sub(a, b): return 0") == Answer("ok", 0.0, "")
-    assert await graded(suites, OUTCOMES, ADD) == Answer("ok", 1 / 6, "")
+async def test_the_share_of_what_pytest_passes(suites: PytestJails) -> None:
+    assert await graded(suites, USUAL, ADD) == CallResult("ok", 5 / 6, "")
+    assert await graded(suites, USUAL, ADD, partial=False) == CallResult("ok", 0.0, "")
+    assert await graded(suites, USUAL, "def add(a, b): return 0") == CallResult("ok", 1 / 6, "")
+    assert await graded(suites, USUAL, "def sub(a, b): return 0") == CallResult("ok", 0.0, "")
+    assert await graded(suites, OUTCOMES, ADD) == CallResult("ok", 1 / 6, "")
 
 
 @pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: Suites) -> None:
+async def test_a_test_that_hangs_or_ends_its_process_costs_only_itself(suites: PytestJails) -> None:
     tests = "from solution import f\nimport pytest\n"
     tests += "@pytest.mark.parametrize('x', range(6))\ndef test_f(x): assert f(x) == x\n"
     source = "import os\ndef f(x):\n    while x == 2: pass\n    if x == 3: os._exit(0)\n"
     source += "    if x == 4: raise KeyboardInterrupt\n    return x"
-    assert await graded(suites, tests, source, case_s=min(2.0, scaled(0.5))) == Answer(
+    assert await graded(suites, tests, source, case_s=min(2.0, scaled(0.5))) == CallResult(
         "ok", 0.5, ""
     )
 
@@ -128,15 +128,15 @@ PLAIN = "from solution import add\n" + "".join(
 @pytest.mark.rotating(3)
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("forgery", FORGERIES, ids=[each["name"] for each in FORGERIES])
-async def test_no_unknown_forgery_is_paid(suites: Suites, forgery: dict[str, Any]) -> None:
+async def test_no_unknown_forgery_is_paid(suites: PytestJails, forgery: dict[str, Any]) -> None:
     if "paid" in forgery:
         assert (await graded(suites, PLAIN, forgery["source"])).value == 1.0
     else:
-        assert await graded(suites, JUDGE, forgery["source"]) == Answer("ok", 0.0, "")
+        assert await graded(suites, JUDGE, forgery["source"]) == CallResult("ok", 0.0, "")
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: Suites) -> None:
+async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: PytestJails) -> None:
     assert (await graded(suites, JUDGE, ADD)).value == 1.0
     tests = "from solution import *\ndef test_add(): assert add(1, 1) == 2\n"
     more = "def add(a, b): return 0\n" + "".join(f"def test_{i}(): pass\n" for i in range(9))
@@ -149,7 +149,7 @@ async def test_tests_that_a_program_adds_or_takes_away_change_nothing(suites: Su
 
 @pytest.mark.deep
 @pytest.mark.asyncio(loop_scope="module")
-async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
+async def test_tests_that_cannot_be_run_are_no_score(suites: PytestJails) -> None:
     for tests, status, text in (
         ("import numpy_like\ndef test_f(): pass", "unsupported", "numpy_like"),
         ("def test_f(nobody): pass", "unsupported", "the fixture nobody"),
@@ -164,27 +164,27 @@ async def test_tests_that_cannot_be_run_are_no_score(suites: Suites) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_which_runner(suites: Suites) -> None:
+async def test_which_runner(suites: PytestJails) -> None:
     logged = "import logging\nfrom solution import add\n"
     logged += "def test_f(caplog):\n    logging.warning('x')\n"
     logged += "    assert caplog.text and add(1, 1) == 2\n"
     assert (await graded(suites, logged, ADD, runner="auto")).value == 1.0
     refused = await graded(suites, logged, ADD, runner="isolated")
     assert refused.status == "unsupported" and "fixture caplog" in refused.error
-    before = suites.launcher.started
+    before = suites.launcher.started_count
     assert (await graded(suites, JUDGE, ADD, runner="auto")).value == 1.0
-    assert suites.launcher.started == before + 2  # solution and tests, a jail each
+    assert suites.launcher.started_count == before + 2  # solution and tests, a jail each
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_the_tests_do_goes_over_to_pytest(suites: Suites) -> None:
+async def test_what_the_tests_do_goes_over_to_pytest(suites: PytestJails) -> None:
     tests = "import pytest\nfrom solution import add\n"
     tests += "def test_f():\n    assert getattr(pytest, 'ExitCode').OK == 0 and add(1, 1) == 2\n"
     assert (await graded(suites, tests, ADD, runner="auto")).value == 1.0
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_no_program_chooses_the_runner_that_it_can_forge(suites: Suites) -> None:
+async def test_no_program_chooses_the_runner_that_it_can_forge(suites: PytestJails) -> None:
     tests = "from solution import Money\ndef test_money(): assert Money(5) == 5\n"
     money = "class Money:\n    def __init__(self, n): self.n = n\n"
     money += "    def __eq__(self, other): return self.n == other\n"
@@ -203,8 +203,8 @@ async def test_no_program_chooses_the_runner_that_it_can_forge(suites: Suites) -
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_answers_to_one_row_look_at_its_tests_once(suites: Suites) -> None:
-    tests, before = JUDGE + "# another row\n", suites.launcher.started
+async def test_answers_to_one_row_look_at_its_tests_once(suites: PytestJails) -> None:
+    tests, before = JUDGE + "# another row\n", suites.launcher.started_count
     answers = await asyncio.gather(*(graded(suites, tests, ADD) for _ in range(3)))
     assert [answer.value for answer in answers] == [1.0] * 3
-    assert suites.launcher.started == before + 1 + 3
+    assert suites.launcher.started_count == before + 1 + 3

@@ -16,15 +16,18 @@ import pytest
 
 from meshrl.common.api.sandbox import JailSettings
 from meshrl.common.base.clock import SystemClock
-from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import Ran
-from meshrl.services.sandbox.isolation.jails.program import Program
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter, interpreter_of
+from meshrl.services.sandbox.isolation.jails.jail import ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
+    Interpreter,
+    select_interpreter,
+)
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
-from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.isolation.runners import container_cleanup
 from meshrl.services.sandbox.sessions import Sessions
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
@@ -43,7 +46,7 @@ class Kind:
     def interpreter(self) -> Interpreter:
         readable = self.tier == "landlock" or self.runner == (STANDIN,)  # by every user
         python = "/usr/bin/python3" if readable else ""
-        return interpreter_of(JailSettings(runner=list(self.runner), python=python))
+        return select_interpreter(JailSettings(runner=list(self.runner), python=python))
 
 
 KINDS = [
@@ -60,7 +63,7 @@ KINDS = [
 async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JailLauncher]:
     kind: Kind = request.param
     log = tmp_path / "jails.log"
-    homes = cgroups.find() if kind.tier != "landlock" else None
+    homes = cgroups.find_parents() if kind.tier != "landlock" else None
     given = kind.interpreter()
     async with launching(log, tier=kind.tier, interpreter=given, homes=homes) as made:
         await made.start()
@@ -70,7 +73,7 @@ async def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
 
 def containers() -> list[int]:
     """Processes that a runner of ours has left."""
-    return marked(f"{leftovers.PREFIX}{os.getpid()}-")
+    return marked(f"{container_cleanup.PREFIX}{os.getpid()}-")
 
 
 async def no_containers() -> None:
@@ -82,7 +85,7 @@ async def no_containers() -> None:
 
 def marked(place: str) -> list[int]:
     """Processes of containers whose names begin so."""
-    mark = f"{leftovers.MARK}={place}".encode()
+    mark = f"{container_cleanup.CONTAINER_ENV}={place}".encode()
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -91,8 +94,8 @@ def marked(place: str) -> list[int]:
     return found
 
 
-async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> Ran:
-    return await launcher.run(Program(source), limits, b"hello")
+async def ran(launcher: JailLauncher, source: str, limits: JailLimits = LIMITS) -> ProgramResult:
+    return await launcher.run(JailProgram(source), limits, b"hello")
 
 
 @pytest.mark.rotating(3)
@@ -111,7 +114,7 @@ async def test_programs_end_by_type(launcher: JailLauncher) -> None:
     found = await asyncio.gather(*(ran(launcher, source, limits) for source, limits, _, _ in cases))
     for (source, _, status, codes), each in zip(cases, found, strict=True):
         assert each.status == status, (source, each)
-        assert codes is None or each.exit in codes, (source, each)
+        assert codes is None or each.exit_code in codes, (source, each)
     assert (found[0].stdout, found[0].stderr) == (b"HELLO\n", b"oh\n")
     assert len(found[3].stdout) <= 4096
 
@@ -156,9 +159,9 @@ def test_b():
     slots = JailSlots(SystemClock(), 4)
 
     async def score(answer: str, tests: object) -> float:
-        grading = Grading(launcher, slots, LIMITS, {"tests": "tests"})
+        grading = CodeGrader(launcher, slots, LIMITS, {"tests": "tests"})
         turns = [{"role": "model", "text": answer}]
-        graded = await grading.reward({"tests": tests}, turns)
+        graded = await grading.compute_reward({"tests": tests}, turns)
         assert graded.status == "ok", graded
         return float(graded.value)
 
@@ -185,7 +188,7 @@ async def test_a_call_that_is_given_up_leaves_nothing(launcher: JailLauncher) ->
         await call
     await launcher.stop()
     await no_containers()
-    own = f"{leftovers.PREFIX}{os.getpid()}-"
+    own = f"{container_cleanup.PREFIX}{os.getpid()}-"
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(own)]
     await closed_again(before)
 

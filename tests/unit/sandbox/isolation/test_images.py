@@ -15,10 +15,10 @@ import pytest
 from meshrl.common.api.sandbox import JailSettings
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import SandboxConfig
-from meshrl.common.job.isolation import containment, images
+from meshrl.common.job.isolation import images, isolation_probe
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
-from meshrl.services.sandbox.isolation.outer_jail.interpreters import interpreter_of
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import select_interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import JailLimits
 from tests.unit.sandbox.launching import image, launching
@@ -49,9 +49,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[JailLauncher]:
-    interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
+    interpreter = select_interpreter(JailSettings(root=str(bundle[0]), python=bundle[1]))
     log = tmp_path / "jails.log"
-    async with launching(log, interpreter=interpreter, homes=cgroups.find()) as made:
+    async with launching(log, interpreter=interpreter, homes=cgroups.find_parents()) as made:
         yield made
 
 
@@ -60,7 +60,7 @@ async def launcher(tmp_path: Path, bundle: tuple[Path, str]) -> AsyncIterator[Ja
 async def test_the_image_is_all_that_a_program_sees_and_it_cannot_change_it(
     launcher: JailLauncher, bundle: tuple[Path, str]
 ) -> None:
-    ran = await launcher.run(Program(SEES), LIMITS)
+    ran = await launcher.run(JailProgram(SEES), LIMITS)
     assert ran.stderr == b""
     first, devices, *written = ran.stdout.decode().splitlines()
     assert first == "of the image image False"
@@ -77,9 +77,9 @@ async def test_a_setuid_program_and_a_device_of_an_image_give_nothing(
     root = bundle[0] / "rootfs"
     device, program = root / "etc" / "zero", root / "etc" / "as_root"
     os.mknod(device, 0o20666, os.makedev(1, 5))
-    program.write_bytes(images.inside(root, bundle[1]).read_bytes())  # type: ignore[union-attr]
+    program.write_bytes(images.resolve_in_image(root, bundle[1]).read_bytes())  # type: ignore[union-attr]
     program.chmod(0o4755)
-    interpreter = interpreter_of(JailSettings(root=str(bundle[0]), python=bundle[1]))
+    interpreter = select_interpreter(JailSettings(root=str(bundle[0]), python=bundle[1]))
     source = """
 import os, subprocess
 shown = subprocess.run(["/etc/as_root", "-I", "-S", "-c", "import os; print(os.geteuid())"],
@@ -92,7 +92,7 @@ except OSError as error:
 """
     try:
         async with launching(tmp_path / "jails.log", interpreter=interpreter) as launcher:
-            ran = await launcher.run(Program(source), LIMITS)
+            ran = await launcher.run(JailProgram(source), LIMITS)
     finally:
         device.unlink()
         program.unlink()
@@ -106,9 +106,9 @@ def test_links_of_an_image_never_lead_out_of_it(tmp_path: Path) -> None:
     (tmp_path / "bin").symlink_to("../../usr/bin")
     (tmp_path / "etc").symlink_to("/etc")
     (tmp_path / "loop").symlink_to("loop")
-    assert images.inside(tmp_path, "/bin/python3") == tmp_path / "usr/bin/python3.9"
-    assert images.inside(tmp_path, "/etc/passwd") is None
-    assert images.inside(tmp_path, "/loop") is None
+    assert images.resolve_in_image(tmp_path, "/bin/python3") == tmp_path / "usr/bin/python3.9"
+    assert images.resolve_in_image(tmp_path, "/etc/passwd") is None
+    assert images.resolve_in_image(tmp_path, "/loop") is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_what_an_image_lacks_is_named_at_first(tmp_path: Path, spoiled: str, say
         python.write_bytes(elf(8 if spoiled == "machine" else 0, "/lib64/loader"))
         python.chmod(0o644 if spoiled == "mode" else 0o755)
     with pytest.raises(ConfigError) as caught:
-        images.python_of(images.tree(str(root)))
+        images.find_python(images.find_root(str(root)))
     assert says in caught.value.message and caught.value.fix
 
 
@@ -161,11 +161,13 @@ def test_an_old_python_and_a_missing_module_are_named(bundle: tuple[Path, str]) 
     )
     old.chmod(0o755)
     try:
-        said = containment.found(SandboxConfig(root=str(place), python="/etc/python3")).problem
+        said = isolation_probe.probe_isolation(
+            SandboxConfig(root=str(place), python="/etc/python3")
+        ).problem
     finally:
         old.unlink()
     assert "3.8 or newer, this is 3.7.3" in said
-    found = containment.found(
+    found = isolation_probe.probe_isolation(
         SandboxConfig(root=str(place), python=python, imports=["only_here", "absent_here"])
     )
     assert "No module named 'absent_here'" in found.problem

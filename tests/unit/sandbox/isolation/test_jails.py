@@ -16,19 +16,19 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import BadMessage
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
-from meshrl.services.sandbox.grading.code.grading import Grading
+from meshrl.services.sandbox.grading.code.code_reward import CodeGrader
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import JailFailed, Ran
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed, ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.outer_jail import interpreters
 from meshrl.services.sandbox.isolation.outer_jail.interpreters import Interpreter
 from meshrl.services.sandbox.isolation.resources import cgroups
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from meshrl.services.sandbox.isolation.resources.slots import JailSlots
-from meshrl.services.sandbox.outcomes import Ends
+from meshrl.services.sandbox.outcomes import ExitReporter
 from tests.descriptors import closed_again, open_descriptors
 from tests.load import scaled
 from tests.unit.sandbox.launching import SOON_S, ZYGOTE, guests_run, launching, pythons
@@ -40,14 +40,19 @@ LIMITS = JailLimits(wall_s=60.0, cpu_s=10.0, memory_bytes=128 * MIB, output_byte
 
 async def ran(
     launcher: JailLauncher, source: str, stdin: bytes = b"", limits: JailLimits = LIMITS
-) -> Ran:
-    return await launcher.run(Program(source), limits, stdin)
+) -> ProgramResult:
+    return await launcher.run(JailProgram(source), limits, stdin)
 
 
 async def test_a_program_reads_its_input_and_its_output_comes_back(launcher: JailLauncher) -> None:
     source = "import sys\nprint(sys.stdin.read().upper())\nprint('oh', file=sys.stderr)"
     found = await ran(launcher, source, b"hello")
-    assert (found.status, found.exit, found.stdout, found.stderr) == ("ok", 0, b"HELLO\n", b"oh\n")
+    assert (found.status, found.exit_code, found.stdout, found.stderr) == (
+        "ok",
+        0,
+        b"HELLO\n",
+        b"oh\n",
+    )
     assert 0 <= found.cpu_s < 2 and found.wall_s > 0
 
 
@@ -74,7 +79,7 @@ async def test_every_end_has_its_type(
     limits = JailLimits(wall_s=1.0, cpu_s=0.5, memory_bytes=128 * MIB, output_bytes=4096)
     found = await ran(launcher, source, limits=limits)
     assert found.status == status
-    assert exit is None or found.exit == exit
+    assert exit is None or found.exit_code == exit
     assert len(found.stdout) + len(found.stderr) <= 4096
     assert (found.error == "") == (status == "ok")
 
@@ -108,7 +113,7 @@ if __name__ == "__main__":
 
 
 async def test_a_shell_has_pipes_and_a_scratch_directory(launcher: JailLauncher) -> None:
-    program = Program("cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))", "shell")
+    program = JailProgram("cd; seq 5 | tail -2 > f; cat f <(echo $((3 * 4)))", "shell")
     found = await launcher.run(program, LIMITS)
     assert (found.status, found.stdout) == ("ok", b"4\n5\n12\n")
 
@@ -138,7 +143,7 @@ async def test_nothing_stays_open_after_many_calls(launcher: JailLauncher) -> No
 
 def groups_of(launcher: JailLauncher) -> int:
     """How many control groups the launchers of this process have."""
-    homes = cgroups.find()
+    homes = cgroups.find_parents()
     assert homes is not None
     return len(list(homes.memory.glob(f"{cgroups.PREFIX}{os.getpid()}-*")))
 
@@ -166,7 +171,7 @@ def descriptors_left(count: int) -> Iterator[None]:
 async def test_a_start_without_descriptors_keeps_none_and_no_group(launcher: JailLauncher) -> None:
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
     before, groups, failed = open_descriptors(), groups_of(launcher), 0
-    users = len(launcher.places.users)
+    users = len(launcher.resource_pool.free_user_indices)
     for count in range(12):
         with descriptors_left(count):
             try:
@@ -177,7 +182,7 @@ async def test_a_start_without_descriptors_keeps_none_and_no_group(launcher: Jai
     assert failed >= 5, "a start takes more"
     assert (await ran(launcher, "print(2)")).stdout == b"2\n"
     await closed_again(before)
-    assert (groups_of(launcher), len(launcher.places.users)) == (groups, users)
+    assert (groups_of(launcher), len(launcher.resource_pool.free_user_indices)) == (groups, users)
 
 
 @pytest.mark.needs("cgroups")
@@ -185,20 +190,20 @@ async def test_a_group_is_not_given_on_while_a_start_that_was_given_up_may_yet_t
     launcher: JailLauncher,
 ) -> None:
     await ran(launcher, "print(1)")
-    groups, started = groups_of(launcher), launcher.started
-    os.kill(launcher.zygote, signal.SIGSTOP)
+    groups, started = groups_of(launcher), launcher.started_count
+    os.kill(launcher.zygote_pid, signal.SIGSTOP)
     try:
         given_up = asyncio.create_task(ran(launcher, "print(1)"))
-        while launcher.started == started:
+        while launcher.started_count == started:
             await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.wait([given_up])
         second = asyncio.create_task(ran(launcher, "print(2)"))
-        while launcher.started == started + 1:
+        while launcher.started_count == started + 1:
             await asyncio.sleep(0)
         assert groups_of(launcher) == groups + 1, "the other is still the first one's"
     finally:
-        os.kill(launcher.zygote, signal.SIGCONT)
+        os.kill(launcher.zygote_pid, signal.SIGCONT)
     assert (await second).stdout == b"2\n"
     found = await asyncio.gather(*(ran(launcher, f"print({n})") for n in range(2)))
     assert [each.stdout for each in found] == [b"0\n", b"1\n"]
@@ -236,10 +241,10 @@ async def test_a_guest_that_cannot_be_set_up_is_ours_to_answer_for(launcher: Jai
 
 
 async def test_a_report_with_another_nonce_is_no_report(launcher: JailLauncher) -> None:
-    jail = await launcher.open(Program("print(1)"), LIMITS)
+    jail = await launcher.open(JailProgram("print(1)"), LIMITS)
     jail.nonce = "0" * 32
     with pytest.raises(BadMessage, match="nonce"):
-        await jail.report(scaled(10))
+        await jail.receive_report(scaled(10))
     jail.close()
 
 
@@ -262,7 +267,7 @@ async def test_a_lagging_event_loop_makes_no_right_answer_late(launcher: JailLau
 
 
 async def test_another_interpreter_brings_its_packages(tmp_path: Path) -> None:
-    base = Interpreter.own()
+    base = Interpreter.default()
     real = Path(base.python).resolve()  # noqa: ASYNC240
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = tmp_path / "venv" / "lib" / version / "site-packages"
@@ -284,13 +289,13 @@ def test_an_interpreter_below_what_else_is_shown_is_not_hidden_by_it(
 ) -> None:
     monkeypatch.setattr(interpreters, "LINKS", (str(tmp_path),))
     place = str(tmp_path / "python")
-    binds = list(interpreters.content_of(Interpreter(place, False, (place,))).binds)
+    binds = list(interpreters.list_root_content(Interpreter(place, False, (place,))).binds)
     assert binds.index(str(tmp_path)) < binds.index(place)
 
 
 async def test_launchers_share_no_control_group(launcher: JailLauncher, tmp_path: Path) -> None:
-    homes, log = cgroups.find(), tmp_path / "other.log"
-    other = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.own(), homes, log)
+    homes, log = cgroups.find_parents(), tmp_path / "other.log"
+    other = JailLauncher(SystemHost(), SystemClock(), "bwrap", Interpreter.default(), homes, log)
     assert (await ran(launcher, "print(1)")).stdout == b"1\n"
     assert (await ran(other, "print(2)")).stdout == b"2\n"
     await other.stop()  # with the groups that it has made
@@ -324,32 +329,34 @@ async def test_a_jail_that_somebody_kills_is_ours_to_answer_for(launcher: JailLa
 
 
 async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path: Path) -> None:
-    class Heard(Ends):
-        def saw(self, name: str, code: int, why: str, log: Path | None, job: str = "") -> None:
+    class Heard(ExitReporter):
+        def record_exit(
+            self, name: str, code: int, why: str, log: Path | None, job: str = ""
+        ) -> None:
             heard.append(f"{name}: {why}")
 
     heard: list[str] = []
     waits, host = WaitTable(SystemClock()), SystemHost()
     launcher = JailLauncher(
-        host, SystemClock(), "bwrap", Interpreter.own(), None, None, waits, Heard()
+        host, SystemClock(), "bwrap", Interpreter.default(), None, None, waits, Heard()
     )
     await launcher.start()
     try:
-        before = await launcher.open(Program("input(); print(1)"), LIMITS)
-        stopped = launcher.zygote
+        before = await launcher.open(JailProgram("input(); print(1)"), LIMITS)
+        stopped = launcher.zygote_pid
         os.kill(stopped, signal.SIGSTOP)
         calls = [asyncio.create_task(ran(launcher, f"print({n})")) for n in range(3)]
         named = f"the zygote (pid {stopped})"
         async with asyncio.timeout(scaled(SOON_S)):
-            while named not in {wait["on"] for wait in waits.published([])}:
+            while named not in {wait["on"] for wait in waits.list_longest([])}:
                 await asyncio.sleep(0.01)
             found = await asyncio.gather(*calls)
         assert [each.stdout for each in found] == [b"0\n", b"1\n", b"2\n"]
-        assert launcher.zygote not in (0, stopped)
+        assert launcher.zygote_pid not in (0, stopped)
         assert heard == [f"zygote: it was killed: somebody has stopped it (pid {stopped})"]
         assert (await before.finish()).status == "ok", "what it had begun ends as it would have"
         async with asyncio.timeout(scaled(SOON_S)):
-            while start_time(stopped):
+            while read_start_time(stopped):
                 await asyncio.sleep(0.01)
     finally:
         await launcher.stop()
@@ -367,19 +374,19 @@ async def test_a_stopped_zygote_is_replaced_and_its_calls_are_answered(tmp_path:
 )
 async def test_a_killed_zygote_makes_no_answer_wrong(launcher: JailLauncher, tests: object) -> None:
     limits = JailLimits(wall_s=900.0, cpu_s=20.0, memory_bytes=128 * MIB)
-    grading = Grading(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 900.0})
+    grading = CodeGrader(launcher, JailSlots(SystemClock(), 2), limits, {"case_s": 900.0})
     source = "import time\ntime.sleep({})\nprint(1)\ndef f(x): return x"
     row = {"tests": tests}
 
     def answered(after_s: int) -> list[dict[str, str]]:
         return [{"role": "model", "text": source.format(after_s)}]
 
-    graded = asyncio.create_task(grading.reward(row, answered(600)))
+    graded = asyncio.create_task(grading.compute_reward(row, answered(600)))
     await guests_run(launcher)
     os.kill(launcher.pid, signal.SIGKILL)
     answer = await graded
     assert (answer.status, answer.value) == ("crashed", None)
-    assert (await grading.reward(row, answered(0))).value == 1.0
+    assert (await grading.compute_reward(row, answered(0))).value == 1.0
 
 
 async def test_no_two_jails_draw_the_same_random_numbers(launcher: JailLauncher) -> None:
@@ -387,6 +394,6 @@ async def test_no_two_jails_draw_the_same_random_numbers(launcher: JailLauncher)
         "import os, random, sys\nprint(random.random(), flush=True)\n"
         "if os.fork() == 0:\n    print(random.random(), flush=True)\n    os._exit(0)\nos.wait()"
     )
-    ran = [await launcher.run(Program(source), LIMITS) for _ in range(3)]
+    ran = [await launcher.run(JailProgram(source), LIMITS) for _ in range(3)]
     drawn = [number for one in ran for number in one.stdout.split()]
     assert len(set(drawn)) == len(drawn) == 6

@@ -16,9 +16,9 @@ import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
 from meshrl.services.sandbox.isolation.jails.jail import JailFailed
-from meshrl.services.sandbox.isolation.resources import places
+from meshrl.services.sandbox.isolation.resources import resource_pool
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from meshrl.services.sandbox.isolation.runners import leftovers
+from meshrl.services.sandbox.isolation.runners import container_cleanup
 from tests.load import scaled
 from tests.unit.sandbox.isolation.test_contract import STANDIN, Kind, containers, marked, ran
 from tests.unit.sandbox.launching import PLAIN, launching, printed
@@ -83,13 +83,13 @@ from tests.unit.sandbox.isolation.test_contract import LIMITS, Kind
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 
 async def main():
     interpreter = Kind("runner", (sys.argv[1],)).interpreter()
     launcher = JailLauncher(SystemHost(), SystemClock(), "runner", interpreter, None, None)
     source = "print('up', flush=True)\nimport time\ntime.sleep(600)"
-    jail = await launcher.open(Program(source), LIMITS)
+    jail = await launcher.open(JailProgram(source), LIMITS)
     async with asyncio.timeout(3600):
         while not jail.stdout:
             await asyncio.sleep(0.01)
@@ -131,13 +131,13 @@ async def test_a_killed_sandbox_leaves_no_container(runner: str, killed: str) ->
     async with asyncio.timeout(scaled(60)):
         while marked(places[0]) or (killed == "the sandbox" and contents(places[0]) - {"root"}):
             await asyncio.sleep(0.02)
-    leftovers.sweep()
+    container_cleanup.remove_stale()
     assert not named(sandbox.pid)
 
 
 def named(sandbox: int) -> list[str]:
     """What a sandbox's runners have in the directory for temporary files."""
-    mark = f"{leftovers.PREFIX}{sandbox}-"
+    mark = f"{container_cleanup.PREFIX}{sandbox}-"
     return [each for each in os.listdir(tempfile.gettempdir()) if each.startswith(mark)]
 
 
@@ -160,8 +160,8 @@ def contents(place: str) -> set[str]:
 
 LEFT = """
 import os, sys
-from meshrl.services.sandbox.isolation.resources import places
-place, outside = places.make_scratch(0), places.make_scratch(0)
+from meshrl.services.sandbox.isolation.resources import resource_pool
+place, outside = resource_pool.create_scratch(0), resource_pool.create_scratch(0)
 os.chdir(place)
 os.makedirs("closed/within/more")
 open("closed/within/more/file", "w").close()
@@ -176,10 +176,10 @@ for _ in range(3000):
 os.chdir("/")
 os.chmod(outside, 0o755)
 os.chmod(place, 0)
-places.remove_scratch(place)
+resource_pool.remove_scratch(place)
 assert not os.path.lexists(place)
 assert os.stat(outside).st_mode & 0o777 == 0o755
-places.remove_scratch(outside)
+resource_pool.remove_scratch(outside)
 """
 
 
@@ -189,7 +189,7 @@ def test_a_plain_user_removes_closed_and_deep_directories_and_follows_no_link() 
 
 @pytest.mark.needs("root")
 def test_root_gives_it_to_the_user_of_the_jail() -> None:
-    place = places.make_scratch(1_900_000_007)
+    place = resource_pool.create_scratch(1_900_000_007)
     assert os.stat(place).st_uid == os.stat(place).st_gid == 1_900_000_007
-    places.remove_scratch(place)
+    resource_pool.remove_scratch(place)
     assert not os.path.lexists(place)

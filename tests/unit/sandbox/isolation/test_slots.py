@@ -17,7 +17,7 @@ async def test_who_comes_first_is_served_first_and_no_more_run_than_there_are() 
     slots, order = JailSlots(SystemClock(), 2), []
 
     async def call(number: int) -> None:
-        async with slots.one():
+        async with slots.acquire():
             assert slots.busy <= 2
             order.append(number)
             await asyncio.sleep(0)
@@ -31,17 +31,17 @@ async def test_a_caller_that_leaves_gives_its_slot_back(when: str) -> None:
     slots = JailSlots(SystemClock(), 1)
 
     async def call() -> None:
-        async with slots.one():
+        async with slots.acquire():
             await asyncio.sleep(0)
 
-    async with slots.one():
+    async with slots.acquire():
         leaving = asyncio.create_task(call())
         await asyncio.sleep(0)
         if when == "waiting":
             leaving.cancel()
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    async with asyncio.timeout(scaled(5)), slots.one():
+    async with asyncio.timeout(scaled(5)), slots.acquire():
         assert (slots.busy, slots.waiting) == (1, 0)
 
 
@@ -50,10 +50,10 @@ async def test_more_than_can_be_served_in_time_are_refused() -> None:
     slots = JailSlots(SystemClock(), 0)
 
     async def call() -> None:
-        async with slots.one():
+        async with slots.acquire():
             raise AssertionError("there is no slot")
 
-    waiting = [asyncio.create_task(call()) for _ in range(module.WAITING_MOST)]
+    waiting = [asyncio.create_task(call()) for _ in range(module.MAX_WAITING_CALLS)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="wait for a jail already"):
         await call()

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources import users
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.unit.sandbox.launching import STILL_ROOT, launching, printed
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.needs("root")]
 
 async def of_three(tier: str) -> list[list[object]]:
     """What programs in three jails at once say of themselves."""
-    program = Program(WHO)
+    program = JailProgram(WHO)
     async with launching(tier=tier) as launcher:
         ran = await asyncio.gather(*(launcher.run(program, LIMITS, b"\n") for _ in range(3)))
     assert [each.status for each in ran] == ["ok"] * 3, ran
@@ -46,7 +46,7 @@ async def of_three(tier: str) -> list[list[object]]:
 def check(told: list[list[object]]) -> None:
     seen = set()
     for own, groups, held in told:
-        assert isinstance(own, list) and len(set(own)) == 1 and own[0] >= users.FIRST
+        assert isinstance(own, list) and len(set(own)) == 1 and own[0] >= users.FIRST_USER_ID
         assert groups == [] and set(held) <= {"0000000000000000"}  # type: ignore[call-overload]
         seen.add(own[0])
     assert len(seen) == 3
@@ -79,8 +79,8 @@ print(struct.unpack("6I", held.raw))
 async def without_own_users() -> str:
     """What a program says of its capabilities where a sandbox of root's has one user for all."""
     async with launching(tier="landlock") as launcher:
-        launcher.places.users.clear()  # as in a container that has no such users
-        ran = await launcher.run(Program(HELD), LIMITS)
+        launcher.resource_pool.free_user_indices.clear()  # as in a container that has no such users
+        ran = await launcher.run(JailProgram(HELD), LIMITS)
     return ran.stdout.decode() + ran.error
 
 
@@ -95,10 +95,12 @@ def test_without_users_of_their_own_programs_have_no_capabilities_either() -> No
 
 
 def test_outer_jails_take_blocks_that_do_not_overlap() -> None:
-    blocks = [users.block(pid) for pid in range(1000, 3000)]
+    blocks = [users.first_user_id(pid) for pid in range(1000, 3000)]
     assert len(set(blocks)) == 2000
-    assert all(users.FIRST <= block < 2**31 - users.OF_ONE for block in blocks)
-    assert {block % users.OF_ONE for block in blocks} == {users.FIRST % users.OF_ONE}
+    assert all(users.FIRST_USER_ID <= block < 2**31 - users.USERS_PER_BLOCK for block in blocks)
+    assert {block % users.USERS_PER_BLOCK for block in blocks} == {
+        users.FIRST_USER_ID % users.USERS_PER_BLOCK
+    }
 
 
 @pytest.mark.needs("bwrap")
@@ -109,5 +111,5 @@ for place, folders, names in os.walk("/", onerror=print):
     folders[:] = [name for name in folders if place in ("/", "/run", "/run/meshrl", "/root")]
     folders[:] = [name for name in folders if name not in ("proc", "tmp", "lost+found")]
 """
-    found = await launcher.run(Program(source), LIMITS)
+    found = await launcher.run(JailProgram(source), LIMITS)
     assert (found.status, found.stdout) == ("ok", b""), found

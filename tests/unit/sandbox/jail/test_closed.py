@@ -10,10 +10,10 @@ import platform
 import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import Ran
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.jail import ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from meshrl.services.sandbox.jail.confinement import calls
+from meshrl.services.sandbox.jail.confinement import syscall_table
 from tests.unit.sandbox.launching import PLAIN, launching, printed
 
 LIMITS = JailLimits(wall_s=60.0, cpu_s=5.0, memory_bytes=256 * MIB, open_files=128)
@@ -78,15 +78,15 @@ TOLD = {
 }
 
 
-async def tried(tier: str) -> Ran:
+async def tried(tier: str) -> ProgramResult:
     keeper = "1" if tier == "bwrap" else "os.getppid()"
-    source = PROGRAM.format(numbers=json.dumps(calls.numbers()), keeper=keeper)
+    source = PROGRAM.format(numbers=json.dumps(syscall_table.list_numbers()), keeper=keeper)
     async with launching(tier=tier) as launcher:
-        return await launcher.run(Program(source), LIMITS)
+        return await launcher.run(JailProgram(source), LIMITS)
 
 
 pytestmark = pytest.mark.skipif(
-    platform.machine() not in calls.ARCHITECTURES, reason="no list for this machine"
+    platform.machine() not in syscall_table.ARCHITECTURES, reason="no list for this machine"
 )
 
 
@@ -94,7 +94,7 @@ pytestmark = pytest.mark.skipif(
 async def test_in_namespaces_all_of_it_is_refused_and_named() -> None:
     ran = await tried("bwrap")
     assert (ran.status, json.loads(ran.stdout)) == ("ok", ["devices"]), ran
-    assert set(ran.refused) == TOLD
+    assert set(ran.denied_calls) == TOLD
 
 
 LOCKS = """
@@ -125,8 +125,8 @@ for mode in ("delete", "truncate", "wal"):
 
 
 async def test_locks_are_granted_and_not_kept(launcher: JailLauncher) -> None:
-    found = await launcher.run(Program(LOCKS), LIMITS)
-    assert (found.status, found.stdout, found.refused) == ("ok", b"3\n" * 3, ()), found.stderr
+    found = await launcher.run(JailProgram(LOCKS), LIMITS)
+    assert (found.status, found.stdout, found.denied_calls) == ("ok", b"3\n" * 3, ()), found.stderr
 
 
 MARKS = """
@@ -147,7 +147,7 @@ for name in ("null", "zero", "full", "random", "urandom"):
 
 @pytest.mark.needs("bwrap")
 async def test_a_device_can_be_written_and_its_node_not_changed(launcher: JailLauncher) -> None:
-    found = await launcher.run(Program(MARKS), LIMITS)
+    found = await launcher.run(JailProgram(MARKS), LIMITS)
     assert (found.status, set(found.stdout.split())) == ("ok", {b"30"}), found
 
 
@@ -162,5 +162,5 @@ MAIN = """
 import asyncio, json
 from tests.unit.sandbox.jail import test_closed
 ran = asyncio.run(test_closed.tried("landlock"))
-print(json.dumps([ran.status, json.loads(ran.stdout or b'["none"]'), ran.refused]))
+print(json.dumps([ran.status, json.loads(ran.stdout or b'["none"]'), ran.denied_calls]))
 """

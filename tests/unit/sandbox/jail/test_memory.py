@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
 from tests.unit.sandbox.launching import PLAIN, launching, printed
 
@@ -62,22 +62,22 @@ async def ungrouped(tmp_path: Path) -> AsyncIterator[JailLauncher]:
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("source", OVER.values(), ids=OVER)
 async def test_processes_over_it_together_end(ungrouped: JailLauncher, source: str) -> None:
-    found = await ungrouped.run(Program(source), LIMITS)
+    found = await ungrouped.run(JailProgram(source), LIMITS)
     assert (found.status, found.error) == ("out_of_memory", "over 160 MiB of memory"), found
 
 
 @pytest.mark.needs("bwrap")
 @pytest.mark.parametrize("source", WITHIN.values(), ids=WITHIN)
 async def test_what_processes_share_counts_once(ungrouped: JailLauncher, source: str) -> None:
-    found = await ungrouped.run(Program(source), LIMITS)
+    found = await ungrouped.run(JailProgram(source), LIMITS)
     assert (found.status, found.stdout) == ("ok", b"all six\n"), found
 
 
 @pytest.mark.needs("bwrap")
 async def test_memory_that_nobody_maps_is_refused_by_name(ungrouped: JailLauncher) -> None:
     source = "import os\nos.write(os.memfd_create('x'), bytes(1 << 20))"
-    found = await ungrouped.run(Program(source), LIMITS)
-    assert (found.status, found.refused) == ("refused", ("memfd_create",))
+    found = await ungrouped.run(JailProgram(source), LIMITS)
+    assert (found.status, found.denied_calls) == ("refused", ("memfd_create",))
 
 
 @pytest.mark.rotating(3)
@@ -93,4 +93,4 @@ def test_without_namespaces_too() -> None:
 async def both() -> list[str]:
     sources = (OVER["shared"], WITHIN["inherited"])
     async with launching(tier="landlock") as made:
-        return [(await made.run(Program(each), LIMITS)).status for each in sources]
+        return [(await made.run(JailProgram(each), LIMITS)).status for each in sources]

@@ -29,8 +29,8 @@ def test_cells_that_wait_for_an_output_without_a_window_are_waited_for() -> None
     printed, writing = os.pipe()
     cells, other = socket.socketpair()
     link = mux.Mux(incoming, outgoing)
-    link.attach(mux.STDOUT, reading=printed)
-    link.attach(mux.CELLS, reading=cells.fileno())
+    link.attach(mux.STDOUT, read_fd=printed)
+    link.attach(mux.GUEST, read_fd=cells.fileno())
     sent = 0
     while sent < mux.WINDOW:
         sent += os.write(writing, bytes(mux.PART))
@@ -44,7 +44,7 @@ def test_cells_that_wait_for_an_output_without_a_window_are_waited_for() -> None
     begun = time.monotonic()
     link.step(PATIENCE_S)
     assert time.monotonic() - begun > PATIENCE_S / 2
-    os.write(outer, mux.HEAD.pack(mux.TAKEN, mux.STDOUT, mux.PART))
+    os.write(outer, mux.HEAD.pack(mux.WINDOW_UPDATE, mux.STDOUT, mux.PART))
     link.step(1.0)
     link.step(1.0)
     link.flush(1.0)

@@ -8,12 +8,12 @@ import time
 import pytest
 
 from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
-from meshrl.services.sandbox.isolation.jails.jail import Ran
-from meshrl.services.sandbox.isolation.jails.program import Program
+from meshrl.services.sandbox.isolation.jails.jail import ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
 from meshrl.services.sandbox.isolation.resources.limits import MIB, JailLimits
-from meshrl.services.sandbox.jail.confinement import allowed
-from meshrl.services.sandbox.jail.metering import refusals
-from meshrl.services.sandbox.jobs import told
+from meshrl.services.sandbox.jail.confinement import syscall_policy
+from meshrl.services.sandbox.jail.metering import seccomp_listener
+from meshrl.services.sandbox.loaded_job import format_result
 from meshrl.services.sandbox.sessions import Sessions
 from tests.load import scaled
 
@@ -28,13 +28,13 @@ def call(number, *arguments):
 """
 
 
-async def ran(launcher: JailLauncher, source: str, mode: str = "program") -> Ran:
-    return await launcher.run(Program(source, mode), LIMITS)
+async def ran(launcher: JailLauncher, source: str, mode: str = "program") -> ProgramResult:
+    return await launcher.run(JailProgram(source, mode), LIMITS)
 
 
 async def test_what_ended_a_program_is_named(launcher: JailLauncher) -> None:
     found = await ran(launcher, "import socket\nsocket.socket()")
-    assert (found.status, found.refused) == ("refused", ("socket",))
+    assert (found.status, found.denied_calls) == ("refused", ("socket",))
     assert found.error == "it asked for what the sandbox refuses: socket"
 
 
@@ -58,14 +58,14 @@ os.wait()
 """
     found = await ran(launcher, source)
     assert (found.status, found.error, found.stdout) == ("ok", "", b"1\n" * 9)
-    assert found.refused == ("chroot", "socket", "setuid", "sched_setscheduler")
-    assert told(found)["refused"] == list(found.refused)
+    assert found.denied_calls == ("chroot", "socket", "setuid", "sched_setscheduler")
+    assert format_result(found)["refused"] == list(found.denied_calls)
 
 
 async def test_nothing_is_named_of_a_program_that_asked_for_nothing(launcher: JailLauncher) -> None:
     found = await ran(launcher, "id; ls -l / > /dev/null; cp -a /etc/alternatives /tmp", "shell")
-    assert (found.status, found.refused) == ("ok", ())
-    assert "refused" not in told(found)
+    assert (found.status, found.denied_calls) == ("ok", ())
+    assert "refused" not in format_result(found)
 
 
 @pytest.mark.rotating(3)
@@ -85,8 +85,8 @@ while True:
     )
     begun = time.monotonic()
     limits = JailLimits(wall_s=10.0, cpu_s=0.5, memory_bytes=256 * MIB)
-    found = await launcher.run(Program(source), limits)
-    assert (found.status, found.refused) == ("timeout", ("ptrace",))
+    found = await launcher.run(JailProgram(source), limits)
+    assert (found.status, found.denied_calls) == ("timeout", ("ptrace",))
     assert set(found.stdout.split()) <= {b"1", b"38"}  # EPERM, then ENOSYS: never done
     assert b"38" in found.stdout.split() and time.monotonic() - begun < scaled(30)
 
@@ -106,7 +106,7 @@ for fd in range(3, 64):
 """
     )
     found = await ran(launcher, source)
-    assert (found.stdout, found.refused) == (b"1 1 22\n", ("seccomp",))
+    assert (found.stdout, found.denied_calls) == (b"1 1 22\n", ("seccomp",))
 
 
 async def test_each_cell_of_a_session_names_its_own(launcher: JailLauncher) -> None:
@@ -116,7 +116,7 @@ async def test_each_cell_of_a_session_names_its_own(launcher: JailLauncher) -> N
         ran = [await sessions.run("one", cell) for cell in cells]
     finally:
         sessions.close()
-    assert [each.refused for each in ran] == [(), ("socket",), (), ("socket",), ("chroot",)]
+    assert [each.denied_calls for each in ran] == [(), ("socket",), (), ("socket",), ("chroot",)]
     assert [each.status for each in ran] == ["ok", "refused", "ok", "refused", "refused"]
     assert ran[-1].error == "it asked for what the sandbox refuses: chroot"
 
@@ -128,18 +128,18 @@ def test_a_signal_between_call_and_answer_leaves_nobody_waiting() -> None:
 
     def ioctl(fd: int, what: int, record: bytearray | bytes) -> None:
         asked.append(what)
-        if what == allowed.LISTENER_RECEIVE:
+        if what == syscall_policy.SECCOMP_NOTIF_RECV:
             assert isinstance(record, bytearray)
-            record[:] = refusals.NOTIFICATION.pack(7, 1, 0, 101)
+            record[:] = seccomp_listener.NOTIFICATION.pack(7, 1, 0, 101)
         elif asked.count(what) < 3:
             raise InterruptedError(errno.EINTR, "a signal")
         else:
-            sent.append(refusals.ANSWER.unpack(record))
+            sent.append(seccomp_listener.ANSWER.unpack(record))
 
     said: list[int] = []
-    refusals.Refusals(-1, said.append, ioctl).answer()
+    seccomp_listener.SeccompListener(-1, said.append, ioctl).deny_pending()
     assert sent == [(7, 0, -errno.EPERM, 0)] and said == [101]
-    assert asked == [allowed.LISTENER_RECEIVE] + 3 * [allowed.LISTENER_ANSWER]
+    assert asked == [syscall_policy.SECCOMP_NOTIF_RECV] + 3 * [syscall_policy.SECCOMP_NOTIF_SEND]
 
 
 PROC_LIMITS = JailLimits(wall_s=60.0, cpu_s=20.0, memory_bytes=256 * MIB, output_bytes=8192)
@@ -161,5 +161,5 @@ for place, folders, names in os.walk("/proc"):
 print(opened)
 print(open("/proc/self/oom_score_adj").read(), open("/proc/sys/user/max_user_namespaces").read())
 """
-    found = await launcher.run(Program(source), PROC_LIMITS)
+    found = await launcher.run(JailProgram(source), PROC_LIMITS)
     assert found.stdout == b"[]\n1000\n 0\n\n", found

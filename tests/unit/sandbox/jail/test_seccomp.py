@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 
-from meshrl.services.sandbox.jail.confinement import allowed, calls, seccomp
-from meshrl.services.sandbox.jail.confinement.allowed import CallPolicy
+from meshrl.services.sandbox.jail.confinement import seccomp, syscall_policy, syscall_table
+from meshrl.services.sandbox.jail.confinement.syscall_policy import SyscallPolicy
 from tests.unit.sandbox.launching import printed
 
-MACHINES = calls.ARCHITECTURES
+MACHINES = syscall_table.ARCHITECTURES
 ALLOW, KILL, ERRNO, TELL = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
-POLICIES = {"jail": allowed.JAIL, "uncounted": allowed.JAIL_UNCOUNTED, "group": allowed.ONE_GROUP}
+POLICIES = {
+    "jail": syscall_policy.NAMESPACE_POLICY,
+    "uncounted": syscall_policy.NAMESPACE_POLICY_WITHOUT_CGROUP,
+    "group": syscall_policy.PROCESS_GROUP_POLICY,
+}
 
 # read, mmap, execve, wait4, kill, openat, exit_group; ptrace, mount, bpf, io_setup, inotify_init1.
 ALLOWED = {"x86_64": [0, 9, 59, 61, 62, 257, 231], "aarch64": [63, 222, 221, 260, 129, 56, 94]}
@@ -24,7 +28,7 @@ REFUSED = {"x86_64": [101, 165, 321, 206, 294], "aarch64": [117, 40, 280, 0, 26]
 
 
 def verdict(
-    policy: CallPolicy,
+    policy: SyscallPolicy,
     machine: str,
     number: int,
     *arguments: int,
@@ -35,7 +39,7 @@ def verdict(
     values = [*arguments, *[0] * (6 - len(arguments))]
     architecture = architecture or MACHINES[machine][0]
     record = struct.pack("iIQ6Q", number, architecture, 0, *(v & (1 << 64) - 1 for v in values))
-    code = seccomp.program(policy, told, machine)
+    code = seccomp.compile_filter(policy, told, machine)
     steps = [struct.unpack_from("HBBI", code, at) for at in range(0, len(code), 8)]
     at = accumulator = 0
     while True:
@@ -60,15 +64,15 @@ def verdict(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_each_call_gets_what_its_policy_says(policy: CallPolicy, machine: str) -> None:
-    answers, cases = dict(policy.answered), dict(policy.cases)
-    names = {number: name for name, number in calls.numbers(machine).items()}
-    for number in range(calls.LAST + 1):
+def test_each_call_gets_what_its_policy_says(policy: SyscallPolicy, machine: str) -> None:
+    answers, cases = dict(policy.fixed_errors), dict(policy.rules)
+    names = {number: name for name, number in syscall_table.list_numbers(machine).items()}
+    for number in range(syscall_table.LAST + 1):
         name = names.get(number, "")
         if name in cases:
             continue
         expected = TELL
-        if name in policy.always:
+        if name in policy.allowed_calls:
             expected = ALLOW
         elif name in answers:
             expected = ERRNO | answers[name]
@@ -80,9 +84,9 @@ def test_each_call_gets_what_its_policy_says(policy: CallPolicy, machine: str) -
 
 
 def test_every_name_of_a_policy_is_a_call_and_is_in_one_list() -> None:
-    known = {row.split()[0] for row in calls.TABLE.split(";")}
+    known = {row.split()[0] for row in syscall_table.TABLE.split(";")}
     for policy in POLICIES.values():
-        lists = [*policy.always, *dict(policy.answered), *dict(policy.cases)]
+        lists = [*policy.allowed_calls, *dict(policy.fixed_errors), *dict(policy.rules)]
         assert len(lists) == len(set(lists)) and set(lists) <= known
 
 
@@ -146,34 +150,38 @@ DEPENDS: list[tuple[Any, ...]] = [
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_that_depend_on_an_argument_or_the_tier(machine: str) -> None:
     for name, arguments, own, *other in DEPENDS:
-        number = calls.numbers(machine)[name]
-        assert verdict(allowed.policy("bwrap", True), machine, number, *arguments) == own, name
-        among = verdict(allowed.policy("landlock", False), machine, number, *arguments)
+        number = syscall_table.list_numbers(machine)[name]
+        assert (
+            verdict(syscall_policy.select_policy("bwrap", True), machine, number, *arguments) == own
+        ), name
+        among = verdict(
+            syscall_policy.select_policy("landlock", False), machine, number, *arguments
+        )
         assert among == (other[0] if other else own), name
-    memfd = calls.numbers(machine)["memfd_create"]
-    assert verdict(allowed.policy("bwrap", False), machine, memfd) == TELL
+    memfd = syscall_table.list_numbers(machine)["memfd_create"]
+    assert verdict(syscall_policy.select_policy("bwrap", False), machine, memfd) == TELL
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_calls_of_the_future_and_of_other_architectures(machine: str) -> None:
-    policy = allowed.JAIL
-    assert verdict(policy, machine, calls.LAST + 1) == ERRNO | errno.ENOSYS
+    policy = syscall_policy.NAMESPACE_POLICY
+    assert verdict(policy, machine, syscall_table.LAST + 1) == ERRNO | errno.ENOSYS
     assert verdict(policy, machine, 0x40000000 + 1) == ERRNO | errno.ENOSYS
     assert verdict(policy, machine, 1, architecture=0x40000003) == KILL
 
 
 def test_a_machine_without_a_list_is_named() -> None:
-    with pytest.raises(calls.UnsupportedMachine, match="riscv64"):
-        seccomp.program(allowed.JAIL, True, "riscv64")
+    with pytest.raises(syscall_table.UnsupportedMachine, match="riscv64"):
+        seccomp.compile_filter(syscall_policy.NAMESPACE_POLICY, True, "riscv64")
 
 
 PROBE = """
 import ctypes, json, sys
-from meshrl.services.sandbox.jail.confinement import allowed, kernel, seccomp
+from meshrl.services.sandbox.jail.confinement import seccomp, syscall_policy, syscalls
 asked = json.loads(sys.argv[1])
 libc = ctypes.CDLL(None, use_errno=True)
-kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-seccomp.install(allowed.ONE_GROUP)
+syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.install(syscall_policy.PROCESS_GROUP_POLICY)
 found = {}
 for name, number in asked.items():
     result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(0)] * 6)
@@ -184,10 +192,10 @@ print(json.dumps(found))
 
 @pytest.mark.skipif(platform.machine() not in MACHINES, reason="no list for this machine")
 def test_the_kernel_refuses_them_call_by_call() -> None:
-    policy, numbers = allowed.ONE_GROUP, calls.numbers()
-    passing = {*policy.always, *dict(policy.cases)}
+    policy, numbers = syscall_policy.PROCESS_GROUP_POLICY, syscall_table.list_numbers()
+    passing = {*policy.allowed_calls, *dict(policy.rules)}
     asked = {name: number for name, number in numbers.items() if name not in passing}
-    answers = dict(policy.answered)
+    answers = dict(policy.fixed_errors)
     assert json.loads(printed(PROBE, json.dumps(asked))) == {
         name: answers.get(name, errno.EPERM) for name in asked
     }

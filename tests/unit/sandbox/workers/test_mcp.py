@@ -13,8 +13,8 @@ from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ToolFailed
 from meshrl.common.environment import mcp_client
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.services.environment.environments import offered
-from meshrl.services.environment.tools import BadCall
+from meshrl.services.environment.environments import load_tools
+from meshrl.services.environment.model_tools import InvalidToolCall
 from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from meshrl.services.sandbox.workers.pool import WorkerPool
 from meshrl.services.sandbox.workers.worker import TOOL
@@ -34,23 +34,23 @@ def folder(tmp_path: Path) -> str:
 @pytest.mark.rotating(3)
 def test_the_model_is_told_of_its_tools(folder: str) -> None:
     uses = {"ahead": "mcp:weather/forecast", "run": "python", "count": "calculator"}
-    tools = offered(uses, {"weather": COMMAND}, folder)
-    spec = tools["ahead"].spec["function"]
+    tools = load_tools(uses, {"weather": COMMAND}, folder)
+    spec = tools["ahead"].description_for_template["function"]
     assert spec["name"] == "ahead" and spec["description"] == "What the weather will be."
     assert spec["parameters"]["required"] == ["city"]
-    assert tools["ahead"].input({"city": "Ulm"}) == {"city": "Ulm"}
-    with pytest.raises(BadCall, match="city is missing"):
-        tools["ahead"].input({"days": 2})
-    assert tools["run"].input({"code": "print(1)"}) == "print(1)"
-    assert tools["run"].spec["function"]["parameters"]["required"] == ["code"]
+    assert tools["ahead"].prepare_input({"city": "Ulm"}) == {"city": "Ulm"}
+    with pytest.raises(InvalidToolCall, match="city is missing"):
+        tools["ahead"].prepare_input({"days": 2})
+    assert tools["run"].prepare_input({"code": "print(1)"}) == "print(1)"
+    assert tools["run"].description_for_template["function"]["parameters"]["required"] == ["code"]
     with pytest.raises(ValueError, match="has no tool 'sunset'"):
-        offered({"x": "mcp:weather/sunset"}, {"weather": COMMAND}, folder)
+        load_tools({"x": "mcp:weather/sunset"}, {"weather": COMMAND}, folder)
 
 
 async def made(folder: str, uses: dict[str, str]) -> WorkerPool:
     references = {TOOL + name: use for name, use in uses.items()}
     functions = PoolFunctions("j", folder, references, {"weather": COMMAND})
-    limits = PoolLimits(warm=1, most=1, rlimits={})
+    limits = PoolLimits(warm_workers=1, max_workers=1, rlimits={})
     pool = WorkerPool(SystemHost(), SystemClock(), functions, limits, Path(folder) / "log")
     await pool.start()
     return pool
@@ -80,8 +80,8 @@ def test_all_pages_of_tools_are_read_and_no_part_of_an_answer_is_lost(tmp_path: 
     shutil.copy(SERVER.with_name("gallery.py"), tmp_path)
     server = mcp_client.McpServer([sys.executable, "gallery.py"], str(tmp_path))
     try:
-        assert list(server.tools()) == ["picture", "file", "bytes", "link", "chart", "numbers"]
-        shown = {tool: server.call(tool, {}) for tool in server.tools()}
+        assert list(server.list_tools()) == ["picture", "file", "bytes", "link", "chart", "numbers"]
+        shown = {tool: server.call_tool(tool, {}) for tool in server.list_tools()}
     finally:
         server.close()
     assert shown == {
@@ -102,4 +102,4 @@ async def test_a_server_without_the_tool_fails_the_load(folder: str) -> None:
 
 def test_a_server_that_does_not_start_is_named(folder: str) -> None:
     with pytest.raises(RuntimeError, match="raise SystemExit"):
-        mcp_client.listed([sys.executable, "-c", "raise SystemExit(3)"], folder)
+        mcp_client.list_server_tools([sys.executable, "-c", "raise SystemExit(3)"], folder)

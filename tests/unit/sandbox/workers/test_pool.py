@@ -15,13 +15,13 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import ToolFailed
-from meshrl.common.job.bundle.authored import place_in
-from meshrl.common.mesh.process.entry.child import FRAME_LIMIT
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.job.bundle.source_locations import extract_location
+from meshrl.common.mesh.process.child_handle import read_start_time
+from meshrl.common.mesh.process.entry.child import MAX_FRAME_BYTES
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
 from meshrl.services.sandbox.jail.confinement import landlock
-from meshrl.services.sandbox.outcomes import Answer
+from meshrl.services.sandbox.outcomes import CallResult
 from meshrl.services.sandbox.workers.calls import PoolCall, PoolFunctions, PoolLimits
 from meshrl.services.sandbox.workers.pool import WorkerPool
 from meshrl.services.sandbox.workers.worker import REWARD, TOOL
@@ -195,10 +195,10 @@ def use(
     return PoolCall(TOOL + name, [{"do": do, **value}], scaled(deadline_s), once)
 
 
-GOOD = Answer("ok", 0.5, "")
+GOOD = CallResult("ok", 0.5, "")
 
 
-async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> Answer:
+async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> CallResult:
     """The outcome of one call amid a batch that loses nothing else; nor does the next batch."""
     good = score("good")
     before, odd, *after = await pool.run([good, score(do, **row), good, good])
@@ -229,7 +229,7 @@ async def with_neighbours(pool: WorkerPool, do: str, **row: Any) -> Answer:
 async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
     make: Make, do: str, status: str, error: str
 ) -> None:
-    answer = await with_neighbours(await make(warm=1, most=1), do)
+    answer = await with_neighbours(await make(warm_workers=1, max_workers=1), do)
     assert (answer.status, answer.error[: len(error)]) == (status, error)
     assert (answer.value is None) == (status != "ok")
 
@@ -237,7 +237,7 @@ async def test_what_a_reward_does_is_an_outcome_of_its_own_call_only(
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize("what", ["nan", "inf", "str", "none", "huge", "complex", "list"])
 async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what: str) -> None:
-    answer = await with_neighbours(await make(warm=1, most=1), "returns", what=what)
+    answer = await with_neighbours(await make(warm_workers=1, max_workers=1), "returns", what=what)
     assert answer.status == "bad_value" and answer.value is None
     assert answer.error.startswith("reward returned ") and "finite number" in answer.error
 
@@ -247,54 +247,54 @@ async def test_a_reward_that_is_no_finite_number_is_a_bad_value(make: Make, what
     "what", ["object", "int keys", "big int", "surrogate", "loop", "set", "long"]
 )
 async def test_a_result_that_no_wire_carries_is_a_bad_value(make: Make, what: str) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     odd, good = await pool.run([use(5.0, "odd_value", what=what), use(5.0, "good", value="4")])
     assert odd.status == "bad_value" and odd.error.startswith("t returned ")
-    assert good == Answer("ok", "4", "")
+    assert good == CallResult("ok", "4", "")
 
 
 async def test_a_worker_is_not_told_where_the_settings_of_the_mesh_are(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHRL_SETTINGS", "/run/mesh/settings.json")
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     (answer,) = await pool.run([score("is_told_where_the_settings_are")])
-    assert answer == Answer("ok", 0.0, "")
+    assert answer == CallResult("ok", 0.0, "")
 
 
 async def test_an_integer_reward_and_a_bool_are_floats(make: Make) -> None:
-    pool = await make(warm=1)
+    pool = await make(warm_workers=1)
     answers = await pool.run([score("good", value=1), score("good", value=True)])
     assert [answer.value for answer in answers] == [1.0, 1.0]
     assert all(type(answer.value) is float for answer in answers)
 
 
 async def test_a_tool_that_eats_all_memory_crashes_and_its_process_is_replaced(make: Make) -> None:
-    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    pool = await make(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
     eats, good = use(10.0, "leaks"), use(10.0, "good")
     answers = await pool.run([good, eats, good])
     assert [answer.status for answer in answers] == ["ok", "crashed", "ok"]
     assert "MemoryError" in answers[1].error
-    assert pool.replaced == 2
+    assert pool.replaced_count == 2
 
 
 @pytest.mark.rotating(3)
 async def test_a_leak_of_earlier_calls_does_not_fail_the_call_at_the_limit(make: Make) -> None:
-    pool = await make(warm=1, most=1, rlimits={"AS": 300 << 20})
+    pool = await make(warm_workers=1, max_workers=1, rlimits={"AS": 300 << 20})
     answers = await pool.run([use(10.0, "leaks_a_little")] * 12)
     assert [answer.status for answer in answers] == ["ok"] * 12
-    assert pool.replaced >= 2
+    assert pool.replaced_count >= 2
 
 
 @pytest.mark.parametrize("do", ["exits_once", "stops_itself_once"])
 async def test_a_call_whose_process_was_killed_is_run_again(make: Make, do: str) -> None:
-    pool = await make(warm=1, most=1)
-    assert await with_neighbours(pool, do) == Answer("ok", 0.75, "")
-    assert pool.replaced == 1
+    pool = await make(warm_workers=1, max_workers=1)
+    assert await with_neighbours(pool, do) == CallResult("ok", 0.75, "")
+    assert pool.replaced_count == 1
 
 
 async def test_a_call_that_must_not_run_twice_is_crashed(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     crashed, good = await pool.run([use(5.0, "exits_once", once=True), use(5.0, "good")])
     assert crashed.status == "crashed" and "once" in crashed.error
     assert good == GOOD
@@ -302,14 +302,14 @@ async def test_a_call_that_must_not_run_twice_is_crashed(make: Make, tmp_path: P
 
 
 async def test_a_process_that_served_enough_calls_is_replaced_without_loss(make: Make) -> None:
-    pool = await make(warm=1, most=1, recycle=10)
+    pool = await make(warm_workers=1, max_workers=1, max_calls_per_worker=10)
     answers = await pool.run([use(5.0, "names_its_process")] * 35)
     assert [a.status for a in answers] == ["ok"] * 35
     assert len({a.value for a in answers}) >= 2
 
 
 async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
-    pool = await make(warm=2, most=2)
+    pool = await make(warm_workers=2, max_workers=2)
     for _ in range(3):
         pids = {a.value for a in await pool.run([use(5.0, "names_its_process")] * 8)}
         for pid in pids:
@@ -318,32 +318,32 @@ async def test_killing_idle_workers_loses_nothing(make: Make) -> None:
 
 
 async def test_a_killed_call_takes_its_subprocesses_along(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     assert (await pool.run([use(2.0, "starts_a_daemon")]))[0].status == "timeout"
     daemons = list(map(int, (tmp_path / "flag").read_text().split()))
     async with asyncio.timeout(scaled(4.0)):
-        while any(map(start_time, daemons)):
+        while any(map(read_start_time, daemons)):
             await asyncio.sleep(0.02)
     assert len(daemons) == 2
 
 
 async def test_long_calls_run_in_parallel_as_the_pool_grows(make: Make, tmp_path: Path) -> None:
-    pool = await make(warm=1, most=4)
+    pool = await make(warm_workers=1, max_workers=4)
     first = asyncio.create_task(pool.run([use(60.0, "waits")]))
     await asyncio.sleep(0.1)
     assert await pool.run([score("good")] * 3) == [GOOD] * 3
     assert not first.done() and pool.size == 2
     (tmp_path / "flag").touch()
-    assert await first == [Answer("ok", 1.0, "")]
+    assert await first == [CallResult("ok", 1.0, "")]
 
 
 async def test_a_caller_that_leaves_takes_its_waiting_calls_along(make: Make) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     gone = asyncio.create_task(pool.run([score("sleeps")] * 5))
     await asyncio.sleep(0.05)
     gone.cancel()
     assert await pool.run([score("good")]) == [GOOD]
-    assert pool.replaced == 1
+    assert pool.replaced_count == 1
 
 
 async def test_an_unknown_tool_says_which_there_are(make: Make) -> None:
@@ -385,11 +385,11 @@ async def test_a_worker_that_a_signal_ends_while_it_loads_is_started_again(
     """
     (tmp_path / "killed.py").write_text(textwrap.dedent(code))
     if ends < tries:
-        pool = await make(reward="killed:reward", warm=1, most=1)
+        pool = await make(reward="killed:reward", warm_workers=1, max_workers=1)
         assert await pool.run([score("good")]) == [GOOD]
     else:
         with pytest.raises(ToolFailed, match="ended the process"):
-            await make(reward="killed:reward", warm=1, most=1)
+            await make(reward="killed:reward", warm_workers=1, max_workers=1)
     assert len(begun.read_text()) == tries
 
 
@@ -407,8 +407,8 @@ async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path
             }[what]()
     """
     (tmp_path / "closed.py").write_text(textwrap.dedent(source))
-    functions = PoolFunctions("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, closed=True)
-    where = SystemHost(), SystemClock(), functions, PoolLimits(warm=1)
+    functions = PoolFunctions("j", str(tmp_path), {f"{TOOL}t": "closed:tool"}, is_confined=True)
+    where = SystemHost(), SystemClock(), functions, PoolLimits(warm_workers=1)
     pool = WorkerPool(*where, tmp_path / "log")
     await pool.start()
     calls = [
@@ -417,42 +417,42 @@ async def test_a_reader_of_model_texts_has_no_files_programs_or_network(tmp_path
     ]
     answers = await pool.run(calls)
     await pool.stop()
-    assert answers[0] == Answer("ok", 42, "")
+    assert answers[0] == CallResult("ok", 42, "")
     assert answers[1].error.startswith("PermissionError")
-    if landlock.abi() >= landlock.LEAST:
+    if landlock.read_abi() >= landlock.MIN_ABI:
         assert [a.error.partition(":")[0] for a in answers[2:]] == ["PermissionError"] * 3
 
 
 async def test_a_batch_that_hangs_ends_in_two_deadlines_and_names_the_function(make: Make) -> None:
-    pool = await make(warm=2, most=2)
+    pool = await make(warm_workers=2, max_workers=2)
     calls = [score("sleeps", deadline_s=1.0)] * 40
-    answers = await pool.run(calls, early=True)
+    answers = await pool.run(calls, postpone_slow=True)
     late = [answer for answer in answers if answer.status == "timeout"]
     assert 1 <= len(late) <= 4, "not forty deadlines"
-    assert place_in(late[0].error).startswith("behaviours.py:")
-    assert place_in(late[0].error).endswith("in reward()")
+    assert extract_location(late[0].error).startswith("behaviours.py:")
+    assert extract_location(late[0].error).endswith("in reward()")
     assert {answer.status for answer in answers} == {"timeout", "postponed"}
 
 
 async def test_calls_that_nobody_has_begun_come_back_while_slow_ones_go_on(make: Make) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     slow = asyncio.create_task(pool.run([score("sleeps", deadline_s=600.0)]))
     await asyncio.sleep(0.1)
-    (answer,) = await pool.run([score("good", deadline_s=0.2)], early=True)
+    (answer,) = await pool.run([score("good", deadline_s=0.2)], postpone_slow=True)
     assert answer.status == "postponed"
     slow.cancel()
 
 
 async def test_a_function_that_takes_long_is_named_while_it_runs(make: Make) -> None:
     waits = WaitTable(SystemClock())
-    pool = await make(waits=waits, warm=1, most=1)
+    pool = await make(waits=waits, warm_workers=1, max_workers=1)
     running = asyncio.create_task(pool.run([score("sleeps", min(5.0, scaled(1.0)))]))
-    while not running.done() and not waits.published([]):
+    while not running.done() and not waits.list_longest([]):
         await asyncio.sleep(0.02)
-    (wait,) = waits.published([])
+    (wait,) = waits.list_longest([])
     assert re.fullmatch(r"reward of j, behaviours\.py:\d+ .*\(pid \d+\)", wait["on"]), wait
     await running
-    assert waits.published([]) == []
+    assert waits.list_longest([]) == []
 
 
 def _deep(levels: int) -> Any:
@@ -471,21 +471,21 @@ def _loop() -> Any:
 @pytest.mark.rotating(3)
 @pytest.mark.parametrize(
     "given",
-    [2**70, "\ud800", object(), {1: 2}, {(1,): 2}, _loop(), _deep(3000), "x" * FRAME_LIMIT],
+    [2**70, "\ud800", object(), {1: 2}, {(1,): 2}, _loop(), _deep(3000), "x" * MAX_FRAME_BYTES],
     ids=["large", "surrogate", "object", "int key", "tuple key", "loop", "deep", "long"],
 )
 async def test_arguments_that_no_wire_carries_fail_their_call_alone(make: Make, given: Any) -> None:
-    pool = await make(warm=1, most=1)
+    pool = await make(warm_workers=1, max_workers=1)
     async with asyncio.timeout(scaled(30)):
         odd = await with_neighbours(pool, "good", given=given)
     assert (odd.status, odd.value) == ("bad_value", None)
     assert "reward was given" in odd.error
-    assert pool.replaced == 0
+    assert pool.replaced_count == 0
 
 
 @pytest.mark.rotating(3)
 async def test_calls_that_no_frame_holds_together_are_all_answered(make: Make) -> None:
-    pool = await make(warm=1, most=1)
-    long = "x" * (FRAME_LIMIT // 3)
+    pool = await make(warm_workers=1, max_workers=1)
+    long = "x" * (MAX_FRAME_BYTES // 3)
     assert await pool.run([score("good", scaled(30.0), given=long)] * 5) == [GOOD] * 5
-    assert pool.replaced == 0
+    assert pool.replaced_count == 0

@@ -11,15 +11,19 @@ import pytest
 
 from loadtests.layouts.cases import QWEN_14B
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.profiles import declared
-from meshrl.services.planner.costs.training import TrainingLayout, TrainingWork, step_s
-from meshrl.services.planner.layouts.nodes import LayoutNode
-from meshrl.sim.cluster.building import cluster_of
-from meshrl.sim.cluster.figures import Figures, compared, table
-from meshrl.sim.cluster.model.cluster import Cluster
-from meshrl.sim.cluster.running import run
-from meshrl.sim.cluster.sources.scenario import Arm, apply, choices, read
-from meshrl.sim.cluster.ways import Trainable, TrainingWays
+from meshrl.common.hardware.accelerators import load_accelerators
+from meshrl.services.planner.costs.training_costs import (
+    TrainingLayout,
+    TrainingWork,
+    predict_step_s,
+)
+from meshrl.services.planner.layouts.layout_nodes import LayoutNode
+from meshrl.sim.cluster.arm_runner import run_arm
+from meshrl.sim.cluster.cluster_builder import build_cluster
+from meshrl.sim.cluster.job_figures import JobFigures, compute_ratios, format_table
+from meshrl.sim.cluster.model.cluster import SimCluster
+from meshrl.sim.cluster.sources.scenario import Arm, apply_change, expand_choices, read_arms
+from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
 from tests.unit.sim.cluster.command import ran
 
 MODEL = """
@@ -55,14 +59,14 @@ longest = 8000
 WORK = TrainingWork(64, 64 * 2000.0, 64 * 2000.0**2)
 NODES = [LayoutNode("A800", f"host{n}", 8) for n in range(4)] + [LayoutNode("H100", "host4", 8)]
 DIMENSIONS = (1, 2, 4, 8)
-SIMULATED = Trainable(DIMENSIONS, DIMENSIONS, sharded=False)
-TRAINS = TrainingWays(QWEN_14B, WORK, declared())
+SIMULATED = TrainingCapabilities(DIMENSIONS, DIMENSIONS, sharded=False)
+TRAINS = TrainingCandidates(QWEN_14B, WORK, load_accelerators())
 
 
 def arms(folder: Path, more: str) -> dict[str, Arm]:
     path = folder / "scenario.toml"
     path.write_text(MODEL + more)
-    return read(path, [])
+    return read_arms(path, [])
 
 
 def test_the_best_of_several_settings_is_the_fastest_of_them(tmp_path: Path) -> None:
@@ -80,97 +84,101 @@ set = ["jobs.degrees=[1]"]
 best = ["jobs.ranks=[2, 8, 14]"]
 stretches = 3
 """
-    known: dict[str, Cluster] = {}
-    ran = {name: run(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()}
+    known: dict[str, SimCluster] = {}
+    ran = {name: run_arm(arm, tmp_path, known) for name, arm in arms(tmp_path, more).items()}
     takes_s = {name: one.figures["agent"].step_s for name, one in ran.items()}
     assert takes_s["best"] == min(takes_s[n] for n in ("2", "8", "14"))
-    assert ran["best"].chosen == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
+    assert (
+        ran["best"].best_settings == f"jobs.ranks={min(('2', '8', '14'), key=takes_s.__getitem__)}"
+    )
     assert takes_s["oracle"] <= takes_s["best"], "it changes along the run"
     assert len(known) == 3, "none runs twice"
 
 
 def test_a_planned_layout_has_everybody_do_something(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
-    (scenario,) = arm.tries.values()
+    (scenario,) = arm.scenarios.values()
     for plan in ("uniform", "mixed"):
         jobs = [replace(scenario.jobs[0], plan=plan)]
-        spec = cluster_of(replace(scenario, jobs=jobs), tmp_path).jobs["agent"].spec
-        used = spec.need.ranks + sum(spec.engines)
-        assert 16 - max(spec.engines) < used <= 16
-        assert set(spec.engines) <= {1, 2, 4}
+        spec = build_cluster(replace(scenario, jobs=jobs), tmp_path).jobs["agent"].spec
+        used = spec.requirements.ranks + sum(spec.initial_tensor_parallel_sizes)
+        assert 16 - max(spec.initial_tensor_parallel_sizes) < used <= 16
+        assert set(spec.initial_tensor_parallel_sizes) <= {1, 2, 4}
         if plan == "uniform":
-            assert len(set(spec.engines)) == 1 and spec.need.degrees == tuple(set(spec.engines))
+            assert len(
+                set(spec.initial_tensor_parallel_sizes)
+            ) == 1 and spec.requirements.degrees == tuple(set(spec.initial_tensor_parallel_sizes))
 
 
 def test_engines_that_are_there_at_the_beginning_are_what_was_planned(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
-    (scenario,) = arm.tries.values()
-    cluster = cluster_of(
+    (scenario,) = arm.scenarios.values()
+    cluster = build_cluster(
         replace(scenario, jobs=[replace(scenario.jobs[0], plan="mixed")]), tmp_path
     )
     cluster.run(scenario.until_s)
     (job,) = cluster.jobs.values()
-    degrees = sorted((engine.degree for engine in job.engines), reverse=True)
-    assert job.training.over and tuple(degrees) == job.spec.engines
+    degrees = sorted((engine.tensor_parallel_size for engine in job.engines), reverse=True)
+    assert job.training.is_finished and tuple(degrees) == job.spec.initial_tensor_parallel_sizes
 
 
 def test_a_colocated_job_rolls_out_and_trains_by_turns(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
-    (scenario,) = arm.tries.values()
+    (scenario,) = arm.scenarios.values()
     alone = replace(scenario.jobs[0], colocated=True)
-    cluster = cluster_of(replace(scenario, jobs=[alone]), tmp_path)
+    cluster = build_cluster(replace(scenario, jobs=[alone]), tmp_path)
     cluster.run(scenario.until_s)
     (job,) = cluster.jobs.values()
-    assert job.training.over and job.training.requeued == 0
-    assert sum(engine.degree for engine in job.engines) == 16
+    assert job.training.is_finished and job.training.requeued_trajectories == 0
+    assert sum(engine.tensor_parallel_size for engine in job.engines) == 16
     assert job.training.work.wait_s + job.training.work.busy_s == pytest.approx(
-        job.training.ended_s[-1], rel=0.01
+        job.training.step_ends_s[-1], rel=0.01
     )
     two = replace(scenario, jobs=[alone, scenario.jobs[0]])
     with pytest.raises(ConfigError, match="all accelerators"):
-        cluster_of(two, tmp_path)
+        build_cluster(two, tmp_path)
 
 
 def test_a_core_that_has_no_room_is_refused(tmp_path: Path) -> None:
     (arm,) = arms(tmp_path, "").values()
-    (scenario,) = arm.tries.values()
+    (scenario,) = arm.scenarios.values()
     large = replace(
         scenario.jobs[0], ranks=1, model=replace(scenario.jobs[0].model, parameters=30e9)
     )
     with pytest.raises(ConfigError, match="no room for its states"):
-        cluster_of(replace(scenario, jobs=[large]), tmp_path)
+        build_cluster(replace(scenario, jobs=[large]), tmp_path)
 
 
 def test_workers_are_so_many_of_a_kind_in_whole_hosts() -> None:
     document: dict[str, Any] = {"hosts": [{"kind": "A100", "count": 2, "accelerators": 4}]}
-    apply(document, "workers.a100=12")
+    apply_change(document, "workers.a100=12")
     assert document["hosts"] == [{"kind": "A100", "count": 3, "accelerators": 4}]
-    apply(document, "workers.h100=16")
+    apply_change(document, "workers.h100=16")
     assert document["hosts"][1] == {"kind": "H100", "count": 2, "accelerators": 8}
-    apply(document, "workers.a100=0")
+    apply_change(document, "workers.a100=0")
     assert document["hosts"][0]["count"] == 0
     for wrong in ("workers.a100=6", "workers.a100=many", "workers.h100=-8"):
         with pytest.raises(ConfigError, match=r"whole hosts|number"):
-            apply(document, wrong)
+            apply_change(document, wrong)
 
 
-def figures(trained: float) -> dict[str, Figures]:
-    return {"job": Figures(4, 40.0, 10.0, 5.0, trained, 0.5, 0, 0, 0, 0)}
+def figures(trained: float) -> dict[str, JobFigures]:
+    return {"job": JobFigures(4, 40.0, 10.0, 5.0, trained, 0.5, 0, 0, 0, 0)}
 
 
 def test_a_ladder_is_told_beside_that_of_its_source() -> None:
     here = {"other": figures(50.0), "base": figures(100.0), "first": figures(110.0)}
-    told = compared(here, {"base": 1.0, "first": 1.2, "other": 0.0}, {"other": "over_other"})
+    told = compute_ratios(here, {"base": 1.0, "first": 1.2, "other": 0.0}, {"other": "over_other"})
     assert told["ladder"] == [1.0, 1.1] and told["ladder_paper"] == [1.0, 1.2]
     assert told["ladder_off"] == pytest.approx(1 - 1.1 / 1.2, abs=1e-4)
     assert told["over_other"] == 2.2
-    assert "paper" in table(here, {"base": 1.0}) and "paper" not in table(here, {})
+    assert "paper" in format_table(here, {"base": 1.0}) and "paper" not in format_table(here, {})
 
 
 @pytest.mark.parametrize("text", ["jobs.ranks", "jobs.ranks=", "jobs.ranks=8", "jobs.ranks=[]"])
 def test_what_names_no_values_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"best|values|VALUE"):
-        choices(text)
+        expand_choices(text)
 
 
 def test_ratios_are_medians_over_seeds(tmp_path: Path) -> None:
@@ -195,9 +203,12 @@ set = ["jobs.degrees=[1]", "jobs.ranks=4"]
 
 
 def test_ranks_and_helpers_are_replicas_of_any_number_that_has_the_memory() -> None:
-    found = TRAINS.ways(NODES)
-    assert {(way.layout.tensor, way.layout.pipeline) for way in found} == {(1, 1)}
-    of = {kind: {w.layout.data for w in found if w.layout.kind == kind} for kind in declared()}
+    found = TRAINS.list_candidates(NODES)
+    assert {(way.layout.tensor_parallel, way.layout.pipeline_parallel) for way in found} == {(1, 1)}
+    of = {
+        kind: {w.layout.data_parallel for w in found if w.layout.kind == kind}
+        for kind in load_accelerators()
+    }
     # 16 bytes of 14.8e9 parameters are not below 79 GB of each of three.
     assert of["A800"] == set(range(4, 33))
     assert of["H100"] == set(range(4, 9))
@@ -205,34 +216,44 @@ def test_ranks_and_helpers_are_replicas_of_any_number_that_has_the_memory() -> N
 
 
 def test_a_core_has_its_ranks_by_the_grain_and_a_job_its_most() -> None:
-    found = replace(TRAINS, by=Trainable(least=6, most=10)).ways(NODES)
-    assert {way.layout.data for way in found} == set(range(6, 11))
-    found = replace(TRAINS, by=Trainable(grain=8)).ways(NODES)
-    assert {way.layout.data for way in found} == {8, 16, 24, 32}
+    found = replace(
+        TRAINS, capabilities=TrainingCapabilities(min_workers=6, max_workers=10)
+    ).list_candidates(NODES)
+    assert {way.layout.data_parallel for way in found} == set(range(6, 11))
+    found = replace(TRAINS, capabilities=TrainingCapabilities(worker_multiple=8)).list_candidates(
+        NODES
+    )
+    assert {way.layout.data_parallel for way in found} == {8, 16, 24, 32}
 
 
 def test_a_simulated_cluster_trains_in_three_dimensions() -> None:
-    found = replace(TRAINS, by=SIMULATED).ways(NODES)
+    found = replace(TRAINS, capabilities=SIMULATED).list_candidates(NODES)
     layouts = {way.layout for way in found}
     assert TrainingLayout("A800", 2, 8, 2, False) in layouts
     assert TrainingLayout("H100", 1, 4, 2, False) in layouts
     for layout in layouts:
         assert layout.workers <= (32 if layout.kind == "A800" else 8)
-        assert layout.tensor in (1, 2, 4, 8)
-        assert layout.pipeline in (1, 2, 4, 8)
-    assert {layout.pipeline for layout in layouts} == {1, 2, 4, 8}
+        assert layout.tensor_parallel in (1, 2, 4, 8)
+        assert layout.pipeline_parallel in (1, 2, 4, 8)
+    assert {layout.pipeline_parallel for layout in layouts} == {1, 2, 4, 8}
 
 
 def test_tensors_stay_in_a_node_and_pipelines_that_wait_half_of_the_time_are_left_out() -> None:
-    found = replace(TRAINS, by=SIMULATED).ways(
+    found = replace(TRAINS, capabilities=SIMULATED).list_candidates(
         [LayoutNode("A800", f"host{n}", 5) for n in range(8)]
     )
-    assert max(way.layout.tensor for way in found) == 4
-    found = replace(TRAINS, by=SIMULATED, work=replace(WORK, sequences=4)).ways(NODES)
+    assert max(way.layout.tensor_parallel for way in found) == 4
+    found = replace(
+        TRAINS, capabilities=SIMULATED, work=replace(WORK, sequences=4)
+    ).list_candidates(NODES)
     assert found
-    assert all(way.layout.pipeline - 1 <= max(1, 4 // way.layout.data) for way in found)
+    assert all(
+        way.layout.pipeline_parallel - 1 <= max(1, 4 // way.layout.data_parallel) for way in found
+    )
 
 
 def test_times_are_those_of_the_cost_model() -> None:
-    for way in TRAINS.ways(NODES):
-        assert way.seconds == step_s(QWEN_14B, declared()[way.layout.kind], way.layout, WORK)
+    for way in TRAINS.list_candidates(NODES):
+        assert way.train_s == predict_step_s(
+            QWEN_14B, load_accelerators()[way.layout.kind], way.layout, WORK
+        )

@@ -13,9 +13,9 @@ import pytest
 from meshrl.common.base.errors import ConfigError, NotFound
 from meshrl.common.base.random import Random
 from meshrl.sim.cluster.__main__ import SCENARIOS
-from meshrl.sim.cluster.building import cluster_of
-from meshrl.sim.cluster.sources.recorded import TRACE, recorded, written
-from meshrl.sim.cluster.sources.scenario import Arm, Scenario, apply, read
+from meshrl.sim.cluster.cluster_builder import build_cluster
+from meshrl.sim.cluster.sources.recorded_run import TRACE_FILE, read_run, write_scenario
+from meshrl.sim.cluster.sources.scenario import Arm, Scenario, apply_change, read_arms
 from tests.load import scaled
 from tests.unit.sim.cluster.command import ran
 
@@ -60,7 +60,7 @@ def write(folder: Path, text: str = SMALL) -> Path:
 
 
 def only(arm: Arm) -> Scenario:
-    (scenario,) = arm.tries.values()
+    (scenario,) = arm.scenarios.values()
     return scenario
 
 
@@ -89,9 +89,9 @@ def test_shipped_scenarios_can_be_built() -> None:
     shipped = sorted(SCENARIOS.glob("*.toml"))
     assert shipped
     for path in shipped:
-        arms = read(path, [])
+        arms = read_arms(path, [])
         for arm in arms.values():
-            assert all(cluster_of(one, path.parent).jobs for one in arm.tries.values())
+            assert all(build_cluster(one, path.parent).jobs for one in arm.scenarios.values())
     assert shipped[0].stem in ran().stdout
 
 
@@ -116,31 +116,31 @@ def test_mistakes_are_named(tmp_path: Path, change: str, said: str) -> None:
         text = text.replace('training_pace = "100/50"\n', "")
     with pytest.raises(ConfigError, match=said.replace("[", r"\[")):
         path = write(tmp_path, text)
-        cluster_of(only(read(path, [])["held"]), tmp_path).run(60.0)
+        build_cluster(only(read_arms(path, [])["held"]), tmp_path).run(60.0)
 
 
 def test_a_change_names_one_of_a_list_by_its_name_or_kind() -> None:
     document = {"hosts": [{"kind": "A100"}, {"kind": "H100", "count": 2}], "seed": 1}
-    apply(document, "hosts.h100.count=16")
+    apply_change(document, "hosts.h100.count=16")
     assert [one.get("count") for one in document["hosts"]] == [None, 16]  # type: ignore[attr-defined]
-    apply(document, "hosts.accelerators=4")
+    apply_change(document, "hosts.accelerators=4")
     assert [one["accelerators"] for one in document["hosts"]] == [4, 4]  # type: ignore[attr-defined]
     for wrong in ("seed", "hosts=3", "seed.more=1"):
         with pytest.raises(ConfigError):
-            apply(document, wrong)
+            apply_change(document, wrong)
 
 
 def test_a_trace_is_played_and_its_mistakes_have_lines(tmp_path: Path) -> None:
     turns = [{"tokens": 30, "tool_s": 1.0, "answer": 5}, {"tokens": 20}]
     (tmp_path / "t.jsonl").write_text(json.dumps({"prompt": 8, "turns": turns}) + "\n")
     text = SMALL.replace("prompt = 4", 'trace = "t.jsonl"')
-    cluster = cluster_of(only(read(write(tmp_path, text), [])["held"]), tmp_path)
+    cluster = build_cluster(only(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
     cluster.run(3600.0)
     job = cluster.jobs["talk"]
-    assert job.training.over and job.training.work.tokens == 6 * 16 * 63
+    assert job.training.is_finished and job.training.work.tokens == 6 * 16 * 63
     (tmp_path / "t.jsonl").write_text('{"turns": [{"tokens": 5}]}\n{"turns": [{"tokens": -1}]}\n')
     with pytest.raises(ConfigError, match="line 2"):
-        cluster_of(only(read(write(tmp_path, text), [])["held"]), tmp_path)
+        build_cluster(only(read_arms(write(tmp_path, text), [])["held"]), tmp_path)
 
 
 @pytest.mark.rotating(2)
@@ -165,7 +165,7 @@ def test_a_job_that_never_fits_or_is_not_over_in_time_is_told(tmp_path: Path) ->
 def test_two_arms_of_a_name_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, SMALL.replace('name = "held"', 'name = "planner"'))
     with pytest.raises(ConfigError, match="two arms are called planner"):
-        read(path, [])
+        read_arms(path, [])
 
 
 @pytest.mark.parametrize(
@@ -259,29 +259,29 @@ def events() -> list[dict[str, Any]]:
 
 
 def test_a_run_tells_how_fast_it_was(run: Path) -> None:
-    found = recorded(run)
-    (job,) = found.document["jobs"]
+    found = read_run(run)
+    (job,) = found.scenario["jobs"]
     assert job["measured"]["base_s"] == pytest.approx(BASE_S, rel=0.1)
     assert job["measured"]["sequence_s"] == pytest.approx(EACH_S, rel=0.1)
     assert job["measured"]["train_tokens_per_s"] == pytest.approx(800 / 4.0)
     assert job["measured"]["update_s"] == pytest.approx(0.64)
     assert job["pull_s"] == pytest.approx(0.03)
     assert found.step_s == pytest.approx(STEP_S)
-    assert found.document["hosts"] == [{"kind": "CPU", "accelerators": 3}]
-    assert found.document["switches"] == {"rollout_s": 4.0, "training_s": 4.0}, "no core's"
+    assert found.scenario["hosts"] == [{"kind": "CPU", "accelerators": 3}]
+    assert found.scenario["switches"] == {"rollout_s": 4.0, "training_s": 4.0}, "no core's"
 
 
 def test_its_trajectories_are_those_of_the_scenario(run: Path, tmp_path: Path) -> None:
-    found = recorded(run)
-    path = written(found, tmp_path / "made")
-    assert len((tmp_path / "made" / TRACE).read_text().splitlines()) == len(found.trace)
-    for row in found.trace:
+    found = read_run(run)
+    path = write_scenario(found, tmp_path / "made")
+    assert len((tmp_path / "made" / TRACE_FILE).read_text().splitlines()) == len(found.trajectories)
+    for row in found.trajectories:
         first, second = row["turns"]
         assert first["tool_s"] == pytest.approx(TOOL_S + 0.001) and second["tool_s"] == 0.0
         assert 40 <= first["tokens"] + second["tokens"] <= 120
-    (arm,) = read(path, []).values()
-    (scenario,) = arm.tries.values()
-    assert scenario.jobs[0].measured.base_s == found.document["jobs"][0]["measured"]["base_s"]
+    (arm,) = read_arms(path, []).values()
+    (scenario,) = arm.scenarios.values()
+    assert scenario.jobs[0].measured.base_s == found.scenario["jobs"][0]["measured"]["base_s"]
 
 
 def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_the_error_on_the_run_itself_is_told(run: Path, tmp_path: Path) -> None:
 def test_a_run_without_traces_is_refused(run: Path) -> None:
     rows_of(run / "trace" / "shard-0.jsonl", [])
     with pytest.raises(NotFound, match="traces of 0 trajectories and 12 steps"):
-        recorded(run)
+        read_run(run)
 
 
 def test_what_it_takes_on_other_accelerators_needs_the_profiles_of_both(run: Path) -> None:

@@ -13,83 +13,97 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loadtests.simulator.__main__ import spec_of
-from meshrl.common.state.pool.demand.measured import Curve
-from meshrl.common.state.pool.demand.needs import Need
-from meshrl.common.state.pool.placing.decisions import Form
-from meshrl.services.planner.decide import decide
-from meshrl.sim.cluster.model.agenda import Agenda
-from meshrl.sim.cluster.model.cluster import Cluster, SimFailure, SimHosts
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.scheduling.decisions import FormGang
+from meshrl.services.planner.decision import decide
+from meshrl.sim.cluster.model.cluster import SimCluster, SimFailure, SimHosts
 from meshrl.sim.cluster.model.engine import SimEngine, SimRequest
+from meshrl.sim.cluster.model.event_queue import EventQueue
 from meshrl.sim.cluster.model.job import JobSpec
 from meshrl.sim.cluster.model.training import SimTraining
-from meshrl.sim.drift import Drift
-from meshrl.sim.mesh.job.workload import PacedWorkload
+from meshrl.sim.drift import LinearDrift
+from meshrl.sim.mesh.job.emulated_workload import EmulatedWorkload
 
-TRAINED = PacedWorkload(
-    workers=4, steps=16, median=Drift(20.0, 20.0), decode="100/8/4000", training="60/50"
+TRAINED = EmulatedWorkload(
+    workers=4,
+    steps=16,
+    median_tokens=LinearDrift(20.0, 20.0),
+    engine_speed="100/8/4000",
+    training_speed="60/50",
 )
 
 
-def ran(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> Cluster:
-    cluster = Cluster([SimHosts(1, workers)], [job])
+def ran(job: JobSpec, workers: int = 4, until_s: float = 3600.0) -> SimCluster:
+    cluster = SimCluster([SimHosts(1, workers)], [job])
     cluster.run(until_s)
     return cluster
 
 
 def test_the_same_cluster_has_the_same_run() -> None:
     one, other = (ran(spec_of(TRAINED, 1)) for _ in range(2))
-    assert one.jobs["job"].training.ended_s == other.jobs["job"].training.ended_s
+    assert one.jobs["job"].training.step_ends_s == other.jobs["job"].training.step_ends_s
     assert [m.details for m in one.moves] == [m.details for m in other.moves]
 
 
 def test_the_planner_moves_engines_where_training_takes_longer_and_that_pays() -> None:
-    moved, held = ran(spec_of(TRAINED, 1)), ran(spec_of(TRAINED.held(0), 1))
+    moved, held = ran(spec_of(TRAINED, 1)), ran(spec_of(TRAINED.with_static_split(0), 1))
     assert moved.moves and not held.moves
     assert {m.details["to"] for m in moved.moves} == {"training"}
-    times = [one.jobs["job"].training.ended_s[-1] for one in (moved, held)]
+    times = [one.jobs["job"].training.step_ends_s[-1] for one in (moved, held)]
     assert times[0] < 0.8 * times[1]
 
 
 def test_what_trains_was_sampled_once() -> None:
     job = ran(spec_of(TRAINED, 2)).jobs["job"]
-    assert job.training.over and len(job.training.ended_s) == 16
-    counted = job.shards[0].worked
-    groups = 16 * 4 + job.training.requeued // 6
+    assert job.training.is_finished and len(job.training.step_ends_s) == 16
+    counted = job.shards[0].work_counter
+    groups = 16 * 4 + job.training.requeued_trajectories // 6
     assert counted.groups == groups, "no group beyond the last step is opened"
-    assert counted.trajectories == 6 * groups and not job.shards[0].under_way
+    assert counted.trajectories == 6 * groups and not job.shards[0].trajectories
     assert job.shards[0].work.queue_s >= 0
 
 
 def test_trajectories_go_on_where_their_engine_has_gone() -> None:
     """An engine that leaves in the middle of a run; what it made counts."""
-    spec = spec_of(TRAINED.held(0), 3)
-    cluster = Cluster([SimHosts(1, 4)], [spec])
+    spec = spec_of(TRAINED.with_static_split(0), 3)
+    cluster = SimCluster([SimHosts(1, 4)], [spec])
     job = cluster.jobs["job"]
-    cluster.agenda.at(20.0, lambda: job.gone(sorted(job.shards[0].places)[0]))
+    cluster.event_queue.schedule_at(
+        20.0, lambda: job.remove_instance(sorted(job.shards[0].engines)[0])
+    )
     cluster.run(3600.0)
     whole = ran(spec).jobs["job"]
-    assert job.training.over and len(job.shards[0].places) == 2
-    assert job.shards[0].worked.groups == whole.shards[0].worked.groups
+    assert job.training.is_finished and len(job.shards[0].engines) == 2
+    assert job.shards[0].work_counter.groups == whole.shards[0].work_counter.groups
 
 
 def test_two_jobs_share_a_cluster() -> None:
-    one = replace(spec_of(TRAINED, 1), name="one", need=Need(most=3))
-    other = replace(spec_of(TRAINED.held(0), 2), name="other")
-    cluster = Cluster([SimHosts(2, 4)], [one, other])
+    one = replace(spec_of(TRAINED, 1), name="one", requirements=JobRequirements(most=3))
+    other = replace(spec_of(TRAINED.with_static_split(0), 2), name="other")
+    cluster = SimCluster([SimHosts(2, 4)], [one, other])
     cluster.run(3600.0)
-    assert all(job.training.over for job in cluster.jobs.values())
+    assert all(job.training.is_finished for job in cluster.jobs.values())
 
 
 @pytest.mark.deep
 def test_engines_of_several_degrees_have_buckets_by_length() -> None:
     """Where the tail is what a step waits for, some engines get more accelerators each."""
-    tailed = PacedWorkload(workers=8, steps=40, sigma=Drift(1.3, 1.3), training="4000/20")
-    spec = replace(spec_of(tailed, 1), need=Need(degrees=(1, 2, 4)), buckets=True)
-    assert "lengths" in {one.details["policy"] for one in ran(spec, workers=8).judged}
-    there = replace(spec, engines=(4, 2, 1), planner=replace(spec.planner, moves=False))
+    tailed = EmulatedWorkload(
+        workers=8, steps=40, log_sigma=LinearDrift(1.3, 1.3), training_speed="4000/20"
+    )
+    spec = replace(
+        spec_of(tailed, 1), requirements=JobRequirements(degrees=(1, 2, 4)), has_length_buckets=True
+    )
+    assert "lengths" in {one.details["policy"] for one in ran(spec, workers=8).judged_moves}
+    there = replace(
+        spec, initial_tensor_parallel_sizes=(4, 2, 1), planner=replace(spec.planner, moves=False)
+    )
     job = ran(there, workers=8).jobs["job"]
-    assert job.training.over
-    buckets = {place.engine.degree: place.bucket for place in job.shards[0].places.values()}
+    assert job.training.is_finished
+    buckets = {
+        place.engine.tensor_parallel_size: place.bucket for place in job.shards[0].engines.values()
+    }
     assert buckets == {1: 0, 2: 1, 4: 2}, "short lengths for small degrees"
 
 
@@ -99,7 +113,7 @@ def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watched(snapshot, memory):  # type: ignore[no-untyped-def]
         decisions, then = decide(snapshot, memory)
-        formed.extend(one.gang for one in decisions if isinstance(one, Form))
+        formed.extend(one.gang for one in decisions if isinstance(one, FormGang))
         return decisions, then
 
     monkeypatch.setattr("meshrl.sim.cluster.model.cluster.decide", watched)
@@ -109,113 +123,124 @@ def test_decisions_are_those_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_job_that_gives_its_workers_away_does_nothing_meanwhile() -> None:
     """One of a higher priority takes all; who sleeps for it makes no steps, and goes on behind."""
-    first = replace(spec_of(TRAINED.held(0), 1), name="first")
-    taking = replace(spec_of(TRAINED.held(0), 2), name="taking", need=Need(priority=1, least=4))
-    cluster = Cluster([SimHosts(1, 4)], [first, taking])
+    first = replace(spec_of(TRAINED.with_static_split(0), 1), name="first")
+    taking = replace(
+        spec_of(TRAINED.with_static_split(0), 2),
+        name="taking",
+        requirements=JobRequirements(priority=1, least=4),
+    )
+    cluster = SimCluster([SimHosts(1, 4)], [first, taking])
     cluster.run(3600.0)
     one, other = (cluster.jobs[name].training for name in ("first", "taking"))
-    assert one.over and other.over
-    assert one.ended_s[0] > other.ended_s[-1]
+    assert one.is_finished and other.is_finished
+    assert one.step_ends_s[0] > other.step_ends_s[-1]
 
 
 def test_a_host_that_fails_takes_its_engines_along_and_comes_back() -> None:
-    spec = spec_of(replace(TRAINED.held(0), training="4000/20", median=Drift(200.0, 200.0)), 1)
-    whole = Cluster([SimHosts(2, 4)], [spec])
+    spec = spec_of(
+        replace(
+            TRAINED.with_static_split(0),
+            training_speed="4000/20",
+            median_tokens=LinearDrift(200.0, 200.0),
+        ),
+        1,
+    )
+    whole = SimCluster([SimHosts(2, 4)], [spec])
     whole.run(3600.0)
-    torn = Cluster([SimHosts(2, 4)], [spec], failures=[SimFailure(1, 20.0, 60.0)])
+    torn = SimCluster([SimHosts(2, 4)], [spec], failures=[SimFailure(1, 20.0, 60.0)])
     counts: list[int] = []
     for at_s in (19.0, 30.0, 120.0):
-        torn.agenda.at(at_s, lambda: counts.append(len(torn.jobs["job"].engines)))
+        torn.event_queue.schedule_at(at_s, lambda: counts.append(len(torn.jobs["job"].engines)))
     torn.run(3600.0)
     assert counts == [7, 3, 7]
     (one,), (other,) = whole.jobs.values(), torn.jobs.values()
-    assert other.training.over and other.training.ended_s != one.training.ended_s
+    assert other.training.is_finished and other.training.step_ends_s != one.training.step_ends_s
     # What was under way there went on elsewhere, from what it had.
-    assert other.sampled == pytest.approx(one.sampled, rel=0.1)
+    assert other.sampled_tokens == pytest.approx(one.sampled_tokens, rel=0.1)
 
 
 def test_a_core_whose_host_never_comes_back_goes_on_elsewhere() -> None:
-    spec = spec_of(TRAINED.held(0), 1)
-    cluster = Cluster([SimHosts(2, 4)], [spec], failures=[SimFailure(0, 20.0, 0.0)])
+    spec = spec_of(TRAINED.with_static_split(0), 1)
+    cluster = SimCluster([SimHosts(2, 4)], [spec], failures=[SimFailure(0, 20.0, 0.0)])
     cluster.run(3600.0)
     (job,) = cluster.jobs.values()
-    assert job.training.over and job.training.version == spec.steps
+    assert job.training.is_finished and job.training.version == spec.steps
 
 
 def test_weights_that_arrive_later_are_generated_with_later() -> None:
-    soon = spec_of(TRAINED.held(0), 1)
-    late = replace(soon, arrives_s=lambda kind, degree: 30.0)
+    soon = spec_of(TRAINED.with_static_split(0), 1)
+    late = replace(soon, get_arrival_s=lambda kind, degree: 30.0)
     runs = [ran(spec).jobs["job"] for spec in (soon, late)]
-    assert all(job.training.over for job in runs)
-    assert runs[1].training.requeued >= runs[0].training.requeued
-    assert runs[1].training.ended_s != runs[0].training.ended_s
+    assert all(job.training.is_finished for job in runs)
+    assert runs[1].training.requeued_trajectories >= runs[0].training.requeued_trajectories
+    assert runs[1].training.step_ends_s != runs[0].training.step_ends_s
     assert {engine.version for engine in runs[1].engines} != {late.steps}, "the last ones are due"
 
 
 @pytest.mark.deep
 def test_a_job_of_many_engines_has_several_shards() -> None:
-    spec = replace(spec_of(TRAINED.held(0), 1), groups_per_step=48, steps=3)
+    spec = replace(spec_of(TRAINED.with_static_split(0), 1), groups_per_step=48, steps=3)
     job = ran(spec, workers=150).jobs["job"]
-    assert job.training.over
-    assert sorted(len(shard.places) for shard in job.shards) == [21, 64, 64]
-    assert all(shard.worked.trajectories for shard in job.shards)
+    assert job.training.is_finished
+    assert sorted(len(shard.engines) for shard in job.shards) == [21, 64, 64]
+    assert all(shard.work_counter.trajectories for shard in job.shards)
 
 
 class Costs:
     """A token a second, and half a second of an update."""
 
-    def replicas(self, workers: int, core: bool) -> int:
+    def count_replicas(self, workers: int, is_core: bool) -> int:
         return workers
 
-    def update_s(self) -> float:
+    def predict_update_s(self) -> float:
         return 0.5
 
-    def bins_s(self, tokens: Sequence[float]) -> Sequence[float]:
-        return tokens
+    def predict_gradient_s(self, trajectory_tokens: Sequence[float]) -> Sequence[float]:
+        return trajectory_tokens
 
 
-def training(agenda: Agenda, steps: int = 4, staleness: int = 1) -> SimTraining:
+def training(agenda: EventQueue, steps: int = 4, staleness: int = 1) -> SimTraining:
     return SimTraining(agenda, Costs(), 2, 1, staleness, steps, lambda: None)
 
 
 def end_group(job: SimTraining, number: int, length: float) -> None:
-    job.ended(number, 0, length)
+    job.end_trajectory(number, 0, length)
 
 
 def test_gradients_are_computed_while_further_groups_are_waited_for() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     job = training(agenda)
-    job.attend("core", 1)
-    first, second = job.admit(2)
-    agenda.at(1.0, partial(end_group, job, first.number, 4.0))
-    agenda.at(10.0, partial(end_group, job, second.number, 3.0))
+    job.add_replicas("core", 1)
+    first, second = job.admit_groups(2)
+    agenda.schedule_at(1.0, partial(end_group, job, first.number, 4.0))
+    agenda.schedule_at(10.0, partial(end_group, job, second.number, 3.0))
     agenda.run(100.0, lambda: False)
-    assert job.ended_s == [13.5]  # not 17.5: the first was computed by then
+    assert job.step_ends_s == [13.5]  # not 17.5: the first was computed by then
     work = job.work
     assert (work.work_s, work.wait_s, work.busy_s, work.tokens) == (7.0, 10.0, 3.5, 7.0)
 
 
 def test_pieces_go_to_who_is_free_first() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     job = training(agenda)
-    job.attend("core", 1)
-    job.attend("helper", 1)
-    for group in job.admit(2):
-        job.ended(group.number, 0, 4.0)
+    job.add_replicas("core", 1)
+    job.add_replicas("helper", 1)
+    for group in job.admit_groups(2):
+        job.end_trajectory(group.number, 0, 4.0)
     agenda.run(100.0, lambda: False)
-    assert job.ended_s == [4.5]
+    assert job.step_ends_s == [4.5]
 
 
 def test_the_gate_admits_what_is_trained_in_time() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     job = training(agenda, steps=3)
-    assert [g.number for g in job.admit(99)] == [0, 1, 2, 3] and not job.admit(1)
-    job.attend("core", 1)
-    job.ended(0, 0, 1.0)
-    job.ended(1, 0, 1.0)
+    assert [g.number for g in job.admit_groups(99)] == [0, 1, 2, 3] and not job.admit_groups(1)
+    job.add_replicas("core", 1)
+    job.end_trajectory(0, 0, 1.0)
+    job.end_trajectory(1, 0, 1.0)
     agenda.run(100.0, lambda: False)
-    assert job.version == 1 and [g.number for g in job.admit(99)] == [4, 5]
-    assert not job.admit(1), "groups beyond the last step are not opened"
+    assert job.version == 1 and [g.number for g in job.admit_groups(99)] == [4, 5]
+    assert not job.admit_groups(1), "groups beyond the last step are not opened"
 
 
 @settings(deadline=None, max_examples=80)
@@ -223,63 +248,63 @@ def test_the_gate_admits_what_is_trained_in_time() -> None:
 def test_all_steps_are_made_of_groups_that_are_young_enough(
     seed: int, staleness: int, workers: int
 ) -> None:
-    random, agenda = Random(seed), Agenda()
+    random, agenda = Random(seed), EventQueue()
     trained: list[int] = []  # versions between a group's first token and its step
 
     class Watched(SimTraining):
         def _commit(self, step: int) -> None:
-            trained.extend(self.version - group.oldest for group in self._leased)
+            trained.extend(self.version - group.oldest_version for group in self._leased_groups)
             super()._commit(step)
 
     def opens() -> None:
-        for group in job.admit(8):
+        for group in job.admit_groups(8):
             ends_s, oldest = random.expovariate(0.2), job.version
             number = group.number
 
             def end(number: int = number, oldest: int = oldest) -> None:
-                job.ended(number, oldest, random.random())
+                job.end_trajectory(number, oldest, random.random())
 
-            agenda.after(ends_s, end)
+            agenda.schedule_after(ends_s, end)
 
     def look() -> None:
         opens()
-        agenda.after(0.1, look)
+        agenda.schedule_after(0.1, look)
 
     job = Watched(agenda, Costs(), 2, 1, staleness, 12, opens)
-    job.attend("core", workers)
+    job.add_replicas("core", workers)
     look()
-    agenda.run(1e5, lambda: job.over)
-    assert job.over and len(trained) == 24
+    agenda.run(1e5, lambda: job.is_finished)
+    assert job.is_finished and len(trained) == 24
     assert max(trained) <= staleness
 
 
 def test_a_step_whose_core_has_ended_is_made_of_the_same_groups_by_the_next_one() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     made: list[float] = []
     job = SimTraining(agenda, Costs(), 2, 1, 2, 2, lambda: made.append(agenda.now_s))
-    job.attend("core", 1)
-    for group in job.admit(2):
-        job.ended(group.number, 0, 100.0)
+    job.add_replicas("core", 1)
+    for group in job.admit_groups(2):
+        job.end_trajectory(group.number, 0, 100.0)
     agenda.run(0.01, lambda: False)
-    job.lose()
-    job.dismiss("core")
+    job.restart_step()
+    job.remove_replicas("core")
     agenda.run(50.0, lambda: False)
     assert made == [] and job.version == 0
-    agenda.at(60.0, lambda: job.attend("other", 2))
+    agenda.schedule_at(60.0, lambda: job.add_replicas("other", 2))
     agenda.run(400.0, lambda: bool(made))
     assert job.version == 1 and made == [60.0 + 100.0 + 0.5], "what it had begun is nobody's"
 
 
 def test_accelerators_that_generate_train_when_all_groups_are_there() -> None:
-    agenda = Agenda()
+    agenda = EventQueue()
     made: list[float] = []
     job = SimTraining(agenda, Costs(), 2, 1, 0, 1, lambda: made.append(agenda.now_s), switch_s=5.0)
-    job.attend("core", 1)
-    first, other = job.admit(8)
-    job.ended(first.number, 0, 1.0)
-    agenda.at(10.0, partial(end_group, job, other.number, 1.0))
-    agenda.run(100.0, lambda: job.over)
-    alone = sum(Costs().bins_s([1.0])) * 2 + Costs().update_s()
+    job.add_replicas("core", 1)
+    first, other = job.admit_groups(8)
+    job.end_trajectory(first.number, 0, 1.0)
+    agenda.schedule_at(10.0, partial(end_group, job, other.number, 1.0))
+    agenda.run(100.0, lambda: job.is_finished)
+    alone = sum(Costs().predict_gradient_s([1.0])) * 2 + Costs().predict_update_s()
     assert made == [pytest.approx(15.0 + alone)]
 
 
@@ -293,28 +318,28 @@ class Linear:
     token_s: float = 0.0  # of prefill
     room: float = math.inf
 
-    def step_s(self, batch: float, context: float) -> float:
-        return self.base_s + batch * (self.sequence_s + context * self.context_s)
+    def predict_step_s(self, batch_size: float, context_tokens: float) -> float:
+        return self.base_s + batch_size * (self.sequence_s + context_tokens * self.context_s)
 
-    def prefill_s(self, tokens: float, before: float = 0.0) -> float:
+    def predict_prefill_s(self, tokens: float, prefix_tokens: float = 0.0) -> float:
         return tokens * self.token_s
 
-    def capacity(self) -> float:
+    def get_capacity_tokens(self) -> float:
         return self.room
 
     @property
-    def plateau(self) -> int:
+    def plateau_batch(self) -> int:
         return 0
 
-    def curve(self, steps: int) -> Curve:
-        return Curve("cpu", 1, self.base_s, self.sequence_s, self.context_s, steps=steps)
+    def make_curve(self, steps: int) -> DecodeCurve:
+        return DecodeCurve("cpu", 1, self.base_s, self.sequence_s, self.context_s, steps=steps)
 
 
 class Bench:
     """An engine, and when its requests ended."""
 
     def __init__(self, speed: Linear, slots: int = 8) -> None:
-        self.agenda = Agenda()
+        self.agenda = EventQueue()
         self.engine = SimEngine("e", self.agenda, speed, slots)
         self.ended_s: dict[str, float] = {}
 
@@ -335,19 +360,21 @@ def test_a_request_takes_its_tokens_one_after_the_other() -> None:
     bench.engine.submit(bench.request("a", 10))
     bench.run()
     assert bench.ended_s == {"a": pytest.approx(5.0)}
-    assert bench.engine.tokens == pytest.approx(10) and bench.engine.busy_s == pytest.approx(5.0)
+    assert bench.engine.generated_tokens == pytest.approx(
+        10
+    ) and bench.engine.busy_s == pytest.approx(5.0)
 
 
 def test_a_prefill_holds_up_everybody_and_a_cache_spares_it() -> None:
     bench = Bench(Linear(base_s=1.0, token_s=0.1))
     bench.engine.submit(bench.request("a", 10))
-    bench.agenda.at(4.0, lambda: bench.engine.submit(bench.request("b", 3, context=20)))
-    bench.agenda.at(8.0, lambda: bench.engine.submit(bench.request("c", 1, 50, cached=50)))
+    bench.agenda.schedule_at(4.0, lambda: bench.engine.submit(bench.request("b", 3, context=20)))
+    bench.agenda.schedule_at(8.0, lambda: bench.engine.submit(bench.request("c", 1, 50, cached=50)))
     bench.run()
     assert bench.ended_s["a"] == pytest.approx(12.0)  # 2 s of prefill within
     assert bench.ended_s["b"] == pytest.approx(9.0)
     assert bench.ended_s["c"] == pytest.approx(9.0)
-    assert bench.engine.prefilled == 20
+    assert bench.engine.prefilled_tokens == 20
 
 
 def test_who_finds_no_slot_waits_for_one() -> None:
@@ -376,9 +403,9 @@ def test_what_was_made_of_a_request_goes_with_it() -> None:
     bench.engine.submit(other)
     bench.run(2.0)
     bench.engine.release(one)
-    assert (one.made, one.left, one.context) == (4.0, 6.0, 8.0)
+    assert (one.made_tokens, one.remaining_tokens, one.context_tokens) == (4.0, 6.0, 8.0)
     bench.run(3.0)
-    assert bench.engine.clear() == [other] and other.made == pytest.approx(6.0)
+    assert bench.engine.release_all() == [other] and other.made_tokens == pytest.approx(6.0)
     bench.run()
     assert not bench.ended_s
 
@@ -386,7 +413,7 @@ def test_what_was_made_of_a_request_goes_with_it() -> None:
 def test_an_engine_that_stands_decodes_nothing() -> None:
     bench = Bench(Linear())
     bench.engine.submit(bench.request("a", 10))
-    bench.agenda.at(4.0, lambda: bench.engine.stand(2.5))
+    bench.agenda.schedule_at(4.0, lambda: bench.engine.block(2.5))
     bench.run()
     assert bench.ended_s == {"a": 12.5}
 
@@ -409,7 +436,7 @@ def test_it_ends_when_steps_that_are_counted_one_by_one_end(
     for n in order:
         at_s, tokens, context = arrivals[n]
         request = bench.request(str(n), tokens, context)
-        bench.agenda.at(float(at_s), partial(bench.engine.submit, request))
+        bench.agenda.schedule_at(float(at_s), partial(bench.engine.submit, request))
     bench.run()
     waiting, now = list(order), 0
     running: dict[int, int] = {}

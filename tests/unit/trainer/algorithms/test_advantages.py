@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from meshrl.common.job.constraints import AlgorithmName
-from meshrl.services.trainer.algorithms import ALGORITHMS, algorithm
-from meshrl.services.trainer.arithmetic.aggregation import denominator, token_weight
-from meshrl.services.trainer.bins.packing import Sequence
-from meshrl.services.trainer.losses.kl import sampled
-from meshrl.services.trainer.losses.returns import discounted, gae
-from meshrl.services.trainer.losses.shaping import overlong
+from meshrl.services.trainer.algorithms import ALGORITHMS, get_algorithm
+from meshrl.services.trainer.bins.packing import TrainingSequence
+from meshrl.services.trainer.learner.aggregation import compute_denominator, compute_token_weight
+from meshrl.services.trainer.losses.kl import estimate_kl_numpy
+from meshrl.services.trainer.losses.returns import compute_gae, discount_rewards
+from meshrl.services.trainer.losses.shaping import compute_overlong_penalty
 
 COMPARED = ("grpo", "dr_grpo", "dapo", "rloo", "gspo", "cispo")  # within a group
 rewards_of_a_group = st.lists(st.floats(-10, 10), min_size=2, max_size=20)
@@ -37,13 +37,13 @@ def plain_advantages(name: str, rewards: list[float]) -> list[float]:
 
 def advantages(name: AlgorithmName, rewards: list[float]) -> NDArray[np.float64]:
     config = AlgorithmConfig(name, filter_zero_variance=False)
-    found = algorithm(name).advantages(np.array(rewards, np.float64), config)
+    found = get_algorithm(name).compute_advantages(np.array(rewards, np.float64), config)
     assert found is not None
     return found
 
 
-def prepare(name: AlgorithmName, made: list[Sequence], config: AlgorithmConfig) -> None:
-    hook = algorithm(name).prepare
+def prepare(name: AlgorithmName, made: list[TrainingSequence], config: AlgorithmConfig) -> None:
+    hook = get_algorithm(name).prepare_advantages
     assert hook is not None
     hook(made, config)
 
@@ -82,27 +82,27 @@ def test_the_order_of_members_does_not_matter(
 @pytest.mark.parametrize("name", COMPARED)
 def test_equal_rewards_are_filtered_where_groups_are_compared(name: AlgorithmName) -> None:
     hooks = ALGORITHMS[name]
-    assert hooks.advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
+    assert hooks.compute_advantages(np.full(8, 0.1), AlgorithmConfig(name)) is None
 
 
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - set(COMPARED)))
 def test_a_group_of_equal_rewards_still_teaches_where_they_are_not(name: AlgorithmName) -> None:
-    assert ALGORITHMS[name].advantages(np.full(8, 0.1), AlgorithmConfig(name)) is not None
+    assert ALGORITHMS[name].compute_advantages(np.full(8, 0.1), AlgorithmConfig(name)) is not None
 
 
 # -- of tokens -------------------------------------------------------------------------------------
 
 
-def sequence(seed: int, reward: float, values: bool = False) -> Sequence:
+def sequence(seed: int, reward: float, values: bool = False) -> TrainingSequence:
     """A prompt, then turns of the model and of an environment."""
     draw = np.random.default_rng(seed)
     n = int(draw.integers(4, 14))
     mask = draw.random(n) < 0.6
     mask[0], mask[-1] = False, True
-    made = Sequence(
+    made = TrainingSequence(
         tokens=draw.integers(0, 9, n).astype(np.int32),
         logprobs=np.where(mask, draw.uniform(-3, 0, n), 0).astype(np.float32),
-        mask=mask,
+        loss_mask=mask,
         versions=np.where(mask, 0, -1).astype(np.int32),
         advantages=np.array(reward, np.float32),
     )
@@ -112,9 +112,9 @@ def sequence(seed: int, reward: float, values: bool = False) -> Sequence:
     return made
 
 
-def plain_rewards(one: Sequence, config: AlgorithmConfig) -> list[list[Any]]:
+def plain_rewards(one: TrainingSequence, config: AlgorithmConfig) -> list[list[Any]]:
     """[[place, reward]] of the model's own tokens."""
-    places = [i for i in range(1, len(one.tokens)) if one.mask[i]]
+    places = [i for i in range(1, len(one.tokens)) if one.loss_mask[i]]
     found: list[list[Any]] = []
     for i in places:
         gone = float(one.logprobs[i]) - float(one.extras["reference"][i])
@@ -132,7 +132,7 @@ def plain_normalised(lists: list[list[float]]) -> list[list[float]]:
     return [[(x - mean) / deviation for x in one] for one in lists]
 
 
-def plain_returns(one: Sequence, config: AlgorithmConfig) -> list[float]:
+def plain_returns(one: TrainingSequence, config: AlgorithmConfig) -> list[float]:
     rewards = [r for _, r in plain_rewards(one, config)]
     return [
         sum(config.discount ** (later - t) * rewards[later] for later in range(t, len(rewards)))
@@ -140,7 +140,7 @@ def plain_returns(one: Sequence, config: AlgorithmConfig) -> list[float]:
     ]
 
 
-def plain_gae(one: Sequence, config: AlgorithmConfig) -> list[float]:
+def plain_gae(one: TrainingSequence, config: AlgorithmConfig) -> list[float]:
     """The sum over later steps of (discount lambda)^l times their temporal differences."""
     steps = plain_rewards(one, config)
     values = [float(one.extras["values"][i]) for i, _ in steps] + [0.0]
@@ -166,9 +166,9 @@ def test_advantages_of_tokens_are_those_of_the_formula(
     raw = [plain(one, config) for one in given_]
     prepare(name, given_, config)
     for one, expected, plain_one in zip(given_, plain_normalised(raw), raw, strict=True):
-        own = np.flatnonzero(one.mask)
+        own = np.flatnonzero(one.loss_mask)
         assert one.advantages[own].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
-        assert not one.advantages[~one.mask].any()
+        assert not one.advantages[~one.loss_mask].any()
         if name == "ppo":
             targets = np.array(plain_one) + one.extras["values"][own]
             assert one.extras["returns"][own] == pytest.approx(targets, rel=1e-4, abs=1e-5)
@@ -177,7 +177,7 @@ def test_advantages_of_tokens_are_those_of_the_formula(
 def test_without_a_divergence_every_token_has_the_reward_that_ends_its_trajectory() -> None:
     given_ = [sequence(i, reward) for i, reward in enumerate((1.0, 0.0, 3.0))]
     prepare("reinforce_pp", given_, AlgorithmConfig("reinforce_pp"))
-    worth = [one.advantages[one.mask] for one in given_]
+    worth = [one.advantages[one.loss_mask] for one in given_]
     assert all((own == own[0]).all() for own in worth)
     assert worth[1][0] < worth[0][0] < worth[2][0]
 
@@ -193,9 +193,9 @@ def test_gae_spans_one_step_and_the_whole_trajectory(rewards: list[float], disco
     values = np.linspace(-1, 1, len(rewards))
     worth = np.array(rewards)
     one_step = worth + discount * np.append(values[1:], 0) - values
-    assert gae(worth, values, discount, 0.0) == pytest.approx(one_step, abs=1e-9)
-    whole = discounted(worth, discount) - values
-    assert gae(worth, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
+    assert compute_gae(worth, values, discount, 0.0) == pytest.approx(one_step, abs=1e-9)
+    whole = discount_rewards(worth, discount) - values
+    assert compute_gae(worth, values, discount, 1.0) == pytest.approx(whole, abs=1e-9)
 
 
 def test_a_divergence_without_a_reference_names_the_table_to_declare() -> None:
@@ -223,18 +223,22 @@ def test_length_is_punished_softly_in_the_last_tokens(lengths: list[int], buffer
         return ((100 - buffer) - length) / buffer if length <= 100 else -1.0
 
     config = job("grpo", overlong_buffer=buffer, overlong_penalty=0.5)
-    found = overlong(np.array(lengths), 0.0, config)
+    found = compute_overlong_penalty(np.array(lengths), 0.0, config)
     assert found.tolist() == pytest.approx([0.5 * plain(length) for length in lengths])
 
 
 def test_dapo_punishes_the_last_fifth_and_others_nothing() -> None:
     lengths = np.array([80, 90, 100])
-    assert overlong(lengths, ALGORITHMS["dapo"].overlong_share, job("dapo")).tolist() == [
+    assert compute_overlong_penalty(
+        lengths, ALGORITHMS["dapo"].overlong_share, job("dapo")
+    ).tolist() == [
         0.0,
         -0.5,
         -1.0,
     ]
-    assert not overlong(lengths, ALGORITHMS["grpo"].overlong_share, job("grpo")).any()
+    assert not compute_overlong_penalty(
+        lengths, ALGORITHMS["grpo"].overlong_share, job("grpo")
+    ).any()
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
@@ -246,7 +250,7 @@ def test_estimates_of_the_divergence_agree_with_its_exact_value(kind: str) -> No
     moved = logits + draw.normal(size=6) * 0.05
     reference = np.exp(moved) / np.exp(moved).sum()
     exact = float((policy * np.log(policy / reference)).sum())
-    mean = float((policy * sampled(kind, np.log(policy), np.log(reference))).sum())
+    mean = float((policy * estimate_kl_numpy(kind, np.log(policy), np.log(reference))).sum())
     assert mean == pytest.approx(exact, rel=0.05 if kind == "k2" else 1e-9)
 
 
@@ -259,6 +263,6 @@ def test_weights_and_counts_are_of_the_aggregation(kind: str, weight: float, cou
     for n in (4, 3):
         mask = np.array([False] + [True] * n)
         nothing = np.zeros(n + 1, np.int32)
-        made.append(Sequence(nothing, nothing.astype(np.float32), mask, nothing))
-    assert token_weight(4, config) == pytest.approx(weight)
-    assert denominator(made, config) == counts
+        made.append(TrainingSequence(nothing, nothing.astype(np.float32), mask, nothing))
+    assert compute_token_weight(4, config) == pytest.approx(weight)
+    assert compute_denominator(made, config) == counts

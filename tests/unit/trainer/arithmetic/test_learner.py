@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.encoding import blob
 from meshrl.common.base.errors import MeshError, Refused
-from meshrl.common.base.experts import laid_out
+from meshrl.common.base.expert_routing import concatenate_experts
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.network.decoder import Decoder, SparseLayer
+from meshrl.common.model.network.decoder import Decoder, MoeDecoderLayer
 from meshrl.services.rollout.trajectories.trajectory import Trajectory
-from meshrl.services.trainer.arithmetic.gradient_sum import GradientSum
-from meshrl.services.trainer.arithmetic.learner import Learner, add
-from meshrl.services.trainer.arithmetic.stats import BinStats
-from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
-from meshrl.services.trainer.models.forward import forward
-from meshrl.services.trainer.steps.batch import members_of
+from meshrl.services.trainer.bins.packing import Bin, TrainingSequence, make_bins
+from meshrl.services.trainer.learner.gradient_sum import GradientSum
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
+from meshrl.services.trainer.learner.stats import BinStats
+from meshrl.services.trainer.models.forward import run_forward
+from meshrl.services.trainer.steps.batch import build_sequences
 from tests.attention import causal_attention
 from tests.unit.common.generation.engines_under_test import (
     VOCAB,
@@ -57,7 +57,7 @@ def learner(seed: int = 0) -> Learner:
     return Learner(model, OptimizerConfig(), AlgorithmConfig())
 
 
-def sequences(count: int = 9, version: int = 0) -> list[Sequence]:
+def sequences(count: int = 9, version: int = 0) -> list[TrainingSequence]:
     random = np.random.default_rng(4)
     made = []
     for _ in range(count):
@@ -68,11 +68,11 @@ def sequences(count: int = 9, version: int = 0) -> list[Sequence]:
         tokens = random.integers(0, 32, n).astype(np.int32)
         versions = np.where(mask, version, -1).astype(np.int32)
         advantage = np.array(random.normal(), np.float32)
-        made.append(Sequence(tokens, logprobs, mask, versions, advantage))
+        made.append(TrainingSequence(tokens, logprobs, mask, versions, advantage))
     return made
 
 
-def plain_gradient(learner: Learner, made: list[Sequence]) -> tuple[float, torch.Tensor]:
+def plain_gradient(learner: Learner, made: list[TrainingSequence]) -> tuple[float, torch.Tensor]:
     """Sequence by sequence, without packing."""
     model = learner.model
     model.zero_grad()
@@ -80,12 +80,12 @@ def plain_gradient(learner: Learner, made: list[Sequence]) -> tuple[float, torch
     for one in made:
         tokens = torch.from_numpy(one.tokens).long()
         hidden = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], causal_attention)
-        logprobs = model.logits(hidden)[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = model.compute_logits(hidden)[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         advantage = float(one.advantages)
         ratio = (logprobs - torch.from_numpy(one.logprobs[1:])).exp()
         objective = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
         loss = -objective.clamp(min=3 * advantage) if advantage < 0 else -objective
-        total = total + loss[torch.from_numpy(one.mask[1:])].sum()
+        total = total + loss[torch.from_numpy(one.loss_mask[1:])].sum()
     total.backward()
     return float(total.detach()), torch.cat(
         [cast(torch.Tensor, p.grad).reshape(-1) for p in model.parameters()]
@@ -95,10 +95,10 @@ def plain_gradient(learner: Learner, made: list[Sequence]) -> tuple[float, torch
 @pytest.mark.parametrize("budget", [64, 200, 2560])
 def test_the_gradient_does_not_depend_on_the_packing(budget: int) -> None:
     one, made = learner(), sequences()
-    gradient, stats = add(one.gradient(bin) for bin in make_bins(made, budget))
+    gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, budget))
     loss, expected = plain_gradient(learner(), made)
     assert stats.loss_sum == pytest.approx(loss, rel=1e-4)
-    assert stats.tokens == sum(int(s.mask[1:].sum()) for s in made)
+    assert stats.tokens == sum(int(s.loss_mask[1:].sum()) for s in made)
     assert torch.allclose(gradient, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -106,10 +106,10 @@ def test_a_bin_computed_again_elsewhere_gives_the_same_bits() -> None:
     torch.set_num_threads(1)
     bins = make_bins(sequences(), 200)
     first, second = learner(), learner(seed=5)
-    second.load_weights(first.weights())
+    second.load_weights(first.get_weights())
     for bin in bins:
-        second.gradient(bin)  # leaves nothing behind
-        assert torch.equal(first.gradient(bin)[0], second.gradient(bin)[0])
+        second.compute_gradient(bin)  # leaves nothing behind
+        assert torch.equal(first.compute_gradient(bin)[0], second.compute_gradient(bin)[0])
 
 
 def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
@@ -117,14 +117,16 @@ def test_scores_under_the_sampling_weights_leave_no_gap() -> None:
     bins = make_bins(made, 2560, version=3)
     for bin in bins:
         bin.behaviour[:] = one.score(bin)
-    _, stats = add(one.gradient(bin) for bin in bins)
+    _, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
     assert stats.fresh_tokens == stats.tokens and stats.gap_max < 1e-5
     assert stats.kl_sum < 1e-6 * stats.tokens and stats.clipped == 0
     assert 0 < stats.entropy_sum / stats.tokens <= np.log(32)
 
 
 def test_tokens_of_other_versions_are_left_out_of_the_gap() -> None:
-    _, stats = add(learner().gradient(bin) for bin in make_bins(sequences(version=2), 2560, 3))
+    _, stats = sum_gradients(
+        learner().compute_gradient(bin) for bin in make_bins(sequences(version=2), 2560, 3)
+    )
     assert stats.fresh_tokens == 0 and stats.gap_max == 0.0 and stats.kl_sum > 0
 
 
@@ -132,18 +134,20 @@ def test_clipped_tokens_are_counted() -> None:
     one, made = learner(), sequences(count=1)
     made[0].advantages = np.ones((), np.float32)
     made[0].logprobs -= 9.0  # sampled, it says, as something very unlikely
-    _, stats = add(one.gradient(bin) for bin in make_bins(made, 2560))
+    _, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 2560))
     assert stats.clipped == stats.tokens
 
 
 def test_the_sum_is_divided_by_the_tokens_once() -> None:
     first, second = learner(), learner()
-    gradient, stats = add(first.gradient(bin) for bin in make_bins(sequences(), 2560))
+    gradient, stats = sum_gradients(
+        first.compute_gradient(bin) for bin in make_bins(sequences(), 2560)
+    )
     four_times, expected = gradient * 4, float(gradient.norm()) / stats.tokens
-    assert first.apply(gradient, stats.tokens, 1.0) == pytest.approx(expected, rel=1e-5)
-    second.apply(four_times, stats.tokens * 4, 1.0)
-    for name, tensor in second.weights().items():
-        assert torch.allclose(tensor, first.weights()[name], atol=1e-7)
+    assert first.apply_gradient(gradient, stats.tokens, 1.0) == pytest.approx(expected, rel=1e-5)
+    second.apply_gradient(four_times, stats.tokens * 4, 1.0)
+    for name, tensor in second.get_weights().items():
+        assert torch.allclose(tensor, first.get_weights()[name], atol=1e-7)
 
 
 def test_steps_on_good_trajectories_make_them_likelier() -> None:
@@ -155,19 +159,19 @@ def test_steps_on_good_trajectories_make_them_likelier() -> None:
     for _ in range(5):
         for bin in bins:
             bin.behaviour[:] = one.score(bin)
-        gradient, stats = add(one.gradient(bin) for bin in bins)
-        one.apply(gradient, stats.tokens, 1.0)
+        gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
+        one.apply_gradient(gradient, stats.tokens, 1.0)
     assert sum(one.score(bin).sum() for bin in bins) > before + 1
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     one = learner()
-    before = one.copied_weights() | one.optimizer_state()
-    gradient = torch.zeros(one.size)
+    before = one.copy_weights() | one.copy_optimizer_state()
+    gradient = torch.zeros(one.parameter_count)
     gradient[3] = torch.inf
     with pytest.raises(MeshError, match="not finite"):
-        one.apply(gradient, 10, 1.0)
-    after = one.copied_weights() | one.optimizer_state()
+        one.apply_gradient(gradient, 10, 1.0)
+    after = one.copy_weights() | one.copy_optimizer_state()
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
@@ -175,15 +179,15 @@ def test_a_learner_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
     first, second = learner(), learner(seed=7)
     bins = make_bins(sequences(), 200)
     for _ in range(2):
-        gradient, stats = add(first.gradient(bin) for bin in bins)
-        first.apply(gradient, stats.tokens, 1.0)
+        gradient, stats = sum_gradients(first.compute_gradient(bin) for bin in bins)
+        first.apply_gradient(gradient, stats.tokens, 1.0)
     handed_over(first, second, tmp_path / "state")
     assert second.steps == 2
     for one in (first, second):
-        gradient, stats = add(one.gradient(bin) for bin in bins)
-        one.apply(gradient, stats.tokens, 0.7)
-    expected = second.copied_weights() | second.optimizer_state()
-    found = first.copied_weights() | first.optimizer_state()
+        gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
+        one.apply_gradient(gradient, stats.tokens, 0.7)
+    expected = second.copy_weights() | second.copy_optimizer_state()
+    found = first.copy_weights() | first.copy_optimizer_state()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
@@ -195,8 +199,8 @@ def test_the_supervised_gradient_is_that_of_the_cross_entropy() -> None:
     for bin in bins:
         bin.behaviour[:] = one.score(bin)  # the ratio is 1 everywhere
     taught = Learner(one.model, OptimizerConfig(), AlgorithmConfig(name="sft"))
-    supervised, stats = taught.round_gradient(bins)
-    policy, _ = add(one.gradient(bin) for bin in bins)
+    supervised, stats = taught.compute_round_gradient(bins)
+    policy, _ = sum_gradients(one.compute_gradient(bin) for bin in bins)
     assert torch.allclose(supervised, policy, rtol=1e-3, atol=1e-4)
     assert stats.loss_sum == pytest.approx(-sum(one.score(bin).sum() for bin in bins), rel=1e-4)
 
@@ -219,7 +223,7 @@ def test_of_all_gradients_that_are_added_few_are_there_at_once() -> None:
             yield gradient, BinStats(tokens=1)
             del gradient
 
-    total, stats = add(results())
+    total, stats = sum_gradients(results())
     assert total.tolist() == [10.0] * 3 and stats.tokens == 5
     assert most == 2
 
@@ -234,16 +238,16 @@ def test_the_sum_is_that_of_the_order_of_rounds_whatever_comes_first() -> None:
     for order in itertools.permutations(range(4)):
         gradient_sum, made = GradientSum(), gradients(4)
         for index in order:
-            gradient_sum.keep(index, made[index])
-            gradient_sum.keep(index, torch.full((1000,), torch.inf))  # again, and late
-        assert torch.equal(gradient_sum.total(4), expected)
+            gradient_sum.add(index, made[index])
+            gradient_sum.add(index, torch.full((1000,), torch.inf))  # again, and late
+        assert torch.equal(gradient_sum.get_total(4), expected)
 
 
 def test_a_missing_round_is_refused() -> None:
     gradient_sum = GradientSum()
-    gradient_sum.keep(1, torch.ones(3))
+    gradient_sum.add(1, torch.ones(3))
     with pytest.raises(Refused, match="0 of 2"):
-        gradient_sum.total(2)
+        gradient_sum.get_total(2)
 
 
 def test_threads_add_each_round_once() -> None:
@@ -251,10 +255,8 @@ def test_threads_add_each_round_once() -> None:
         for _ in range(50):
             gradient_sum = GradientSum()
             ones = [(index, torch.ones(2000)) for index in range(16) for _ in range(2)]
-            list(
-                threads.map(lambda pair, gradient_sum=gradient_sum: gradient_sum.keep(*pair), ones)
-            )
-            assert torch.equal(gradient_sum.total(16), torch.full((2000,), 16.0))
+            list(threads.map(lambda pair, gradient_sum=gradient_sum: gradient_sum.add(*pair), ones))
+            assert torch.equal(gradient_sum.get_total(16), torch.full((2000,), 16.0))
 
 
 paths = pytest.mark.parametrize(
@@ -262,27 +264,29 @@ paths = pytest.mark.parametrize(
 )
 
 
-def sampled(path: str, model: Decoder, prompts: list[list[int]], tokens: int = 90) -> Group:
+def sampled(
+    path: str, model: Decoder, prompts: list[list[int]], tokens: int = 90
+) -> TrajectoryGroup:
     """A finished group as a shard stores it, of turns that the engine sampled."""
     engine = built_in(path, slots=8, config=THREE)
-    engine.swap(model.state_dict(), 4)
+    engine.update_weights(model.state_dict(), 4)
     heard = Listener(engine).run(
         *(request(i, prompt, max_new=tokens - 7 * i) for i, prompt in enumerate(prompts))
     )
     members = []
     for i, prompt in enumerate(prompts):
         t = Trajectory(3, i, 0, 4, 0)
-        t.begin(prompt)
+        t.set_prompt(prompt)
         columns: Any = (
             np.array(heard[i].tokens, np.int32),
             np.array(heard[i].logprobs, np.float32),
             np.array(heard[i].versions, np.int32),
             np.array(heard[i].experts, np.int16),
         )
-        t.sampled(*columns)
-        t.appended([1, 2])  # what a tool answers, and nobody sampled
+        t.append_sampled(*columns)
+        t.append([1, 2])  # what a tool answers, and nobody sampled
         members.append(t)
-    group = Group(
+    group = TrajectoryGroup(
         group=3,
         prompt=0,
         lengths=np.array([t.length for t in members], np.int32),
@@ -290,18 +294,18 @@ def sampled(path: str, model: Decoder, prompts: list[list[int]], tokens: int = 9
         logprobs=np.concatenate([t.logprobs for t in members]),
         versions=np.concatenate([t.versions for t in members]),
         rewards=np.arange(len(members), dtype=np.float32),
-        experts=laid_out((t.experts, t.length) for t in members),
-        expert_shape=list(THREE.expert_shape),
+        experts=concatenate_experts((t.experts, t.length) for t in members),
+        expert_shape=list(THREE.routing_shape),
     )
-    return blob.unpack(Group, blob.pack(group))
+    return blob.unpack(TrajectoryGroup, blob.pack(group))
 
 
-def bins_of(group: Group, *, replayed: bool) -> list[Bin]:
-    sequences = members_of(group)
-    assert all(s.experts is not None for s in sequences)
+def bins_of(group: TrajectoryGroup, *, replayed: bool) -> list[Bin]:
+    sequences = build_sequences(group)
+    assert all(s.expert_ids is not None for s in sequences)
     if not replayed:
         for sequence in sequences:
-            sequence.experts = None
+            sequence.expert_ids = None
     return [Bin.from_arrays(made.to_arrays()) for made in make_bins(sequences, 150)]
 
 
@@ -310,8 +314,8 @@ def gap(model: Decoder, bins: list[Bin]) -> float:
     worst = 0.0
     for made in bins:
         with torch.no_grad():
-            out = forward(model, made)
-        difference = out.logprobs.numpy() - made.behaviour[out.places.numpy()]
+            out = run_forward(model, made)
+        difference = out.logprobs.numpy() - made.behaviour[out.loss_positions.numpy()]
         worst = max(worst, float(np.abs(difference).max()))
     return worst
 
@@ -340,11 +344,11 @@ def test_what_keeps_experts_busy_adds_up_over_trained_places_and_reaches_the_rou
     group = sampled("eager", model, [[first] for first in range(5)])
     total, trained = torch.zeros(()), 0
     for made in bins_of(group, replayed=True):
-        out = forward(model, made)
+        out = run_forward(model, made)
         assert out.aux_loss is not None
-        total, trained = total + out.aux_loss, trained + len(out.places)
+        total, trained = total + out.aux_loss, trained + len(out.loss_positions)
     each = total.item() / trained / THREE.balance_coefficient
     assert THREE.experts_per_token <= each < 2 * THREE.experts_per_token
     total.backward()
-    gradient = cast(SparseLayer, model.layers[0]).experts.router.grad
+    gradient = cast(MoeDecoderLayer, model.layers[0]).experts.router.grad
     assert gradient is not None and gradient.abs().max() > 0

@@ -11,9 +11,9 @@ import torch
 from meshrl.common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.model.network.lora import is_adapter
-from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.common.model.network.lora import is_adapter_tensor
 from meshrl.services.trainer.bins.packing import Bin, make_bins
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
 from tests.unit.trainer.arithmetic.test_learner import MODEL, sequences
 from tests.unit.trainer.handing_over import handed_over
 
@@ -43,23 +43,23 @@ def trained(one: Learner, steps: int = 4) -> tuple[float, float]:
     for _ in range(steps):
         for bin in bins:
             bin.behaviour[:] = one.score(bin)
-        gradient, stats = add(one.gradient(bin) for bin in bins)
-        assert gradient.dtype == torch.float32 and gradient.numel() == one.size
-        one.apply(gradient, stats.tokens, 1.0)
+        gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
+        assert gradient.dtype == torch.float32 and gradient.numel() == one.parameter_count
+        one.apply_gradient(gradient, stats.tokens, 1.0)
     return before, sum(float(one.score(bin).sum()) for bin in bins)
 
 
 def test_adapters_learn_and_the_base_stands_still() -> None:
     one = learner()
-    base = one.copied_weights()
-    one.adapt(LoraConfig(rank=4), seed=1)
-    assert one.size < sum(tensor.numel() for tensor in base.values()) / 2
+    base = one.copy_weights()
+    one.add_adapters(LoraConfig(rank=4), seed=1)
+    assert one.parameter_count < sum(tensor.numel() for tensor in base.values()) / 2
     before, after = trained(one)
     assert after > before + 1
-    now = one.weights()
+    now = one.get_weights()
     assert all(torch.equal(tensor, now[name]) for name, tensor in base.items())
     assert any(
-        is_adapter(name) and name.endswith(".b") and bool(t.any()) for name, t in now.items()
+        is_adapter_tensor(name) and name.endswith(".b") and bool(t.any()) for name, t in now.items()
     )
 
 
@@ -67,7 +67,7 @@ def test_adapters_go_on_where_their_state_was_taken(tmp_path: Path) -> None:
 
     first, second = learner(), learner()
     for one in (first, second):
-        one.adapt(LoraConfig(rank=4), seed=1)
+        one.add_adapters(LoraConfig(rank=4), seed=1)
     trained(first, steps=2)
     handed_over(first, second, tmp_path / "state")
     assert trained(first, steps=1) == trained(second, steps=1)
@@ -78,12 +78,12 @@ def test_bfloat16_passes_train_float32_masters() -> None:
     for one in (wide, narrow):
         before, after = trained(one)
         assert after > before + 1
-    assert all(tensor.dtype == torch.float32 for tensor in narrow.weights().values())
+    assert all(tensor.dtype == torch.float32 for tensor in narrow.get_weights().values())
     bins = good_bins(narrow)
-    for name, tensor in narrow.weights().items():
-        assert torch.allclose(tensor, wide.weights()[name], atol=0.1), name
+    for name, tensor in narrow.get_weights().items():
+        assert torch.allclose(tensor, wide.get_weights()[name], atol=0.1), name
     exact = learner()
-    exact.load_weights(narrow.copied_weights())
+    exact.load_weights(narrow.copy_weights())
     gap = max(float(np.abs(exact.score(bin) - narrow.score(bin)).max()) for bin in bins)
     assert 0 < gap < 0.1
 
@@ -102,5 +102,5 @@ def test_a_mixture_of_experts_is_balanced_by_its_own_loss(coefficient: float) ->
     one = learner(config)
     (bin,) = make_bins(sequences(), 2560)
     bin.advantage[:] = 0.0  # nothing but the balance is left to learn
-    gradient, _ = one.gradient(bin)
+    gradient, _ = one.compute_gradient(bin)
     assert bool(gradient.any()) == (coefficient > 0)

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from meshrl.common.job.config import OptimizerConfig
-from meshrl.services.trainer.arithmetic import optimizers
-from meshrl.services.trainer.arithmetic.optimizers import Optimizer, lr_factor, orthogonal
+from meshrl.services.trainer.learner import optimizers
+from meshrl.services.trainer.learner.optimizers import Optimizer, compute_lr_factor, orthogonalize
 
 CONFIG = OptimizerConfig(muon_lr=0.02, adamw_lr=0.003, weight_decay=0.1)
 
@@ -82,14 +82,14 @@ def test_matrices_move_as_under_muon() -> None:
 def test_an_orthogonal_update_has_singular_values_near_one() -> None:
     for shape in ((3, 12, 8), (8, 24), (8, 8)):
         matrices = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
-        values = torch.linalg.svdvals(orthogonal(matrices))
+        values = torch.linalg.svdvals(orthogonalize(matrices))
         assert values.min() > 0.3 and values.max() < 1.3
 
 
 def test_matrices_of_one_shape_do_not_mix() -> None:
     matrices = torch.randn(3, 12, 8, generator=torch.Generator().manual_seed(3))
-    alone = torch.stack([orthogonal(matrix) for matrix in matrices])
-    assert torch.allclose(orthogonal(matrices), alone, atol=1e-5)
+    alone = torch.stack([orthogonalize(matrix) for matrix in matrices])
+    assert torch.allclose(orthogonalize(matrices), alone, atol=1e-5)
 
 
 @pytest.mark.rotating(3)
@@ -102,7 +102,7 @@ def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
     """
     whole, pieces = Model(), Model()
     optimizer = Optimizer(whole, CONFIG)
-    monkeypatch.setattr(optimizers, "AT_ONCE", at_once)
+    monkeypatch.setattr(optimizers, "MAX_BATCH_NUMBERS", at_once)
     other = Optimizer(pieces, CONFIG)
     for gradient in gradients(whole, 3):
         optimizer.step(gradient, 1.0)
@@ -110,8 +110,8 @@ def test_an_update_is_the_same_however_much_of_it_is_computed_at_once(
     assert torch.equal(whole.embedding, pieces.embedding) and torch.equal(whole.norm, pieces.norm)
     for name in ("first", "second", "wide"):
         assert torch.allclose(getattr(whole, name), getattr(pieces, name), atol=1e-6)
-    state = other.state()
-    for name, moment in optimizer.state().items():
+    state = other.get_state()
+    for name, moment in optimizer.get_state().items():
         assert torch.allclose(moment, state[name], atol=1e-6), name
 
 
@@ -123,10 +123,10 @@ def test_an_optimizer_goes_on_where_its_state_was_taken() -> None:
         optimizer.step(gradient, 0.5)
     second.load_state_dict(first.state_dict())
     other = Optimizer(second, CONFIG)
-    state = optimizer.state()
-    for name, moment in other.state().items():
+    state = optimizer.get_state()
+    for name, moment in other.get_state().items():
         moment.copy_(state[name])
-    other.updates = optimizer.updates
+    other.update_count = optimizer.update_count
     for gradient in late:
         optimizer.step(gradient, 0.5)
         other.step(gradient, 0.5)
@@ -137,16 +137,16 @@ def test_an_optimizer_goes_on_where_its_state_was_taken() -> None:
 def test_a_state_takes_no_memory_of_its_own() -> None:
     model = Model()
     optimizer = Optimizer(model, CONFIG)
-    moments = {n: t for n, t in optimizer.state().items() if n != "adamw.steps"}
+    moments = {n: t for n, t in optimizer.get_state().items() if n != "adamw.steps"}
     optimizer.step(gradients(model, 1)[0], 1.0)
-    after = optimizer.state()
+    after = optimizer.get_state()
     assert moments and all(t.data_ptr() == after[n].data_ptr() for n, t in moments.items())
     assert all(torch.equal(t, after[n]) for n, t in moments.items()), "it shows what is there now"
 
 
 def test_the_learning_rate_rises_and_then_falls_to_what_is_left() -> None:
     config = OptimizerConfig(warmup_steps=5, final_lr=0.1)
-    factors = [lr_factor(step, 50, config) for step in range(50)]
+    factors = [compute_lr_factor(step, 50, config) for step in range(50)]
     assert factors[0] == pytest.approx(0.2) and max(factors) == factors[4]
     assert factors[4:] == sorted(factors[4:], reverse=True)
     assert factors[-1] == pytest.approx(0.1 + 0.9 / 50)

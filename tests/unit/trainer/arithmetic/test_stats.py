@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from meshrl.common.job.constraints import AlgorithmName
-from meshrl.services.trainer.arithmetic.objective import objective
-from meshrl.services.trainer.arithmetic.stats import (
+from meshrl.services.trainer.learner.objective import compute_objective
+from meshrl.services.trainer.learner.stats import (
     BinStats,
-    describe,
-    describe_values,
-    update_metrics,
+    build_update_metrics,
+    measure_bin,
+    measure_values,
 )
 from tests.unit.trainer.losses import published_formulas as plain
 
@@ -29,9 +29,9 @@ def described(
     terms = plain.terms(tokens)
     one = torch.ones_like(terms.logprobs)
     config = plain.job(name, **keys)
-    found = objective(terms, plain.weights(tokens, config), config.algorithm)
+    found = compute_objective(terms, plain.weights(tokens, config), config.algorithm)
     fresh = torch.ones_like(one, dtype=torch.bool) if fresh is EVERY else fresh
-    return describe(terms, found, 2 * one, fresh)
+    return measure_bin(terms, found, 2 * one, fresh)
 
 
 def every(tokens: plain.Tokens, of: plain.Term) -> list[float]:
@@ -45,7 +45,7 @@ def test_metrics_are_what_they_say() -> None:
     n = tokens.count
     high = sum(r > 1.28 and a > 0 for r, a in zip(ratios, worth, strict=True))
     low = sum(r < 0.8 and a < 0 for r, a in zip(ratios, worth, strict=True))
-    found = update_metrics(1, 0.5, described(tokens), n)
+    found = build_update_metrics(1, 0.5, described(tokens), n)
     assert high and low
     assert found["clipped_high"] == high / n and found["clipped_low"] == low / n
     assert found["clipped"] == (high + low) / n
@@ -66,7 +66,7 @@ def test_the_gap_to_the_engine_counts_fresh_tokens_alone() -> None:
     tokens = plain.batch(4, 0.4)
     fresh = torch.arange(tokens.count) % 3 == 0
     gaps = every(tokens, lambda i, t: tokens.now[i][t] - tokens.behaviour[i][t])[::3]
-    found = update_metrics(1, 0.0, described(tokens, fresh=fresh), tokens.count)
+    found = build_update_metrics(1, 0.0, described(tokens, fresh=fresh), tokens.count)
     assert found["fresh_tokens"] == len(gaps)
     assert found["logprob_gap"] == pytest.approx(max(map(abs, gaps)))
     assert found["logprob_gap_mean"] == pytest.approx(sum(map(abs, gaps)) / len(gaps))
@@ -76,7 +76,7 @@ def test_the_gap_to_the_engine_counts_fresh_tokens_alone() -> None:
 
 def test_tokens_that_no_policy_sampled_are_compared_with_none() -> None:
     stats = described(plain.batch(4), "sft", fresh=None)
-    found = update_metrics(1, 0.0, stats, stats.tokens)
+    found = build_update_metrics(1, 0.0, stats, stats.tokens)
     compared: tuple[str, ...] = ("kl", "ratio_max", "ratio_min", "effective_sample_size")
     compared += ("logprob_gap", "logprob_gap_mean", "logprob_kl")
     assert [found[name] for name in compared] == [None] * 7
@@ -103,14 +103,14 @@ def test_the_loss_is_the_objective_however_token_losses_add_up(
     tokens = plain.batch(3, 0.3)
     by_tokens = name == "dapo"
     counted = tokens.count if by_tokens else len(tokens.now)
-    found = update_metrics(1, 0.0, described(tokens, name, **keys), counted)
+    found = build_update_metrics(1, 0.0, described(tokens, name, **keys), counted)
     assert found["loss"] == pytest.approx(loss(tokens.now, tokens.now, tokens), rel=1e-10)
 
 
 def test_on_policy_every_token_counts_whole() -> None:
     tokens = plain.batch(4)
     tokens.behaviour = tokens.now
-    found = update_metrics(1, 0.0, described(tokens), tokens.count)
+    found = build_update_metrics(1, 0.0, described(tokens), tokens.count)
     assert found["effective_sample_size"] == pytest.approx(1.0)
     assert found["ratio_max"] == found["ratio_min"] == 1.0
     assert found["clipped"] == found["logprob_gap"] == 0.0
@@ -154,7 +154,7 @@ def test_an_empty_bin_changes_nothing() -> None:
 
 
 def test_a_step_that_trained_nothing_has_no_ratios() -> None:
-    found = update_metrics(0, 0.0, BinStats(), 0.0)
+    found = build_update_metrics(0, 0.0, BinStats(), 0.0)
     assert found["ratio_min"] is None and found["effective_sample_size"] is None
     assert found["loss"] == 0.0 and found["kl"] is None and found["logprob_gap_mean"] is None
     assert "reference_kl" not in found and "value_loss" not in found
@@ -168,7 +168,7 @@ def test_how_much_of_the_returns_a_critic_explains() -> None:
     for values, explained in ((returns + 3, 1.0), (torch.zeros_like(returns), 0.0)):
         stats = BinStats()
         valued = replace(terms, extras={"returns": returns, "values": values})
-        describe_values(stats, valued, torch.full_like(returns, 0.5))
-        found = update_metrics(1, 0.0, stats, n)
+        measure_values(stats, valued, torch.full_like(returns, 0.5))
+        found = build_update_metrics(1, 0.0, stats, n)
         assert found["explained_variance"] == pytest.approx(explained, abs=1e-9)
         assert found["value_loss"] == pytest.approx(0.5)

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageWriter,
 )
 
-from meshrl.common.base.digest import digest_of_file
-from meshrl.common.base.errors import Damaged, MeshError
-from meshrl.common.weights.layout.laying import Part
-from meshrl.services.trainer.rows.saved import SavedRows, files_for, save_rows
+from meshrl.common.base.digest import compute_file_digest
+from meshrl.common.base.errors import CorruptData, MeshError
+from meshrl.common.weights.layout.chunk_builder import TensorRows
+from meshrl.services.trainer.rows.saved_rows import SavedRows, save_rows, select_rank_files
 from tests.unit.trainer.handing_over import load_state, save_state
 
 STATE = {
@@ -31,12 +31,12 @@ STATE = {
 }
 
 
-def rows(tensor: torch.Tensor, rank: int, ranks: int) -> Part:
+def rows(tensor: torch.Tensor, rank: int, ranks: int) -> TensorRows:
     if not tensor.dim():
-        return Part((), 0, tensor)
+        return TensorRows((), 0, tensor)
     each = -(-len(tensor) // ranks)
     low, high = min(rank * each, len(tensor)), min((rank + 1) * each, len(tensor))
-    return Part(tuple(tensor.shape), low, tensor[low:high])
+    return TensorRows(tuple(tensor.shape), low, tensor[low:high])
 
 
 def save_by_ranks(path: Path, ranks: int) -> None:
@@ -52,7 +52,7 @@ def name_of(rank: int) -> str:
 
 def test_the_digest_is_that_of_what_was_written(tmp_path: Path) -> None:
     digest = save_rows(tmp_path, "part.safetensors", {n: rows(t, 0, 1) for n, t in STATE.items()})
-    assert digest == digest_of_file(tmp_path / "part.safetensors")
+    assert digest == compute_file_digest(tmp_path / "part.safetensors")
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 6])
@@ -63,7 +63,7 @@ def test_what_any_ranks_save_any_others_load(tmp_path: Path, writers: int, reade
     for rank in range(readers):
         for name, tensor in STATE.items():
             expected = rows(tensor, rank, readers)
-            found = Part(expected.shape, expected.first, torch.zeros_like(expected.rows))
+            found = TensorRows(expected.shape, expected.first_row, torch.zeros_like(expected.rows))
             saved.fill(name, found)
             assert torch.equal(found.rows, expected.rows), name
 
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_written_is_an_error_that_can_be_handled(tmp_path:
 def test_a_state_of_another_model_or_without_some_rows_is_refused(tmp_path: Path) -> None:
     save_state(tmp_path / "state", {"a": torch.zeros(3), "b": torch.zeros(2, 2)})
     for wanted in ({"c": torch.zeros(3)}, {"a": torch.zeros(4)}, {"b": torch.zeros(2, 3)}):
-        with pytest.raises(Damaged, match="not all there"):
+        with pytest.raises(CorruptData, match="not all there"):
             load_state(tmp_path / "state", wanted)
 
 
@@ -111,7 +111,7 @@ def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Pat
     save_by_ranks(tmp_path / "all/state", 3)
     names = [f"state/{file.name}" for file in (tmp_path / "all/state").iterdir()]
     for rank in range(3):
-        found = files_for(names, rank, 3)
+        found = select_rank_files(names, rank, 3)
         assert found == [f"state/{name_of(writer)}" for writer in sorted({0, rank})]
         for name in found:
             target = tmp_path / f"{rank}" / name
@@ -120,10 +120,15 @@ def test_a_rank_goes_on_from_its_own_files_and_what_all_have_alike(tmp_path: Pat
         saved = SavedRows(tmp_path / f"{rank}/state")
         for name, tensor in STATE.items():
             expected = rows(tensor, rank, 3)
-            part = Part(expected.shape, expected.first, torch.zeros_like(expected.rows))
+            part = TensorRows(expected.shape, expected.first_row, torch.zeros_like(expected.rows))
             saved.fill(name, part)
             assert torch.equal(part.rows, expected.rows), name
-    assert files_for(names, 0, 2) == files_for(names, 3, 4) == files_for(names[:2], 1, 3) == []
+    assert (
+        select_rank_files(names, 0, 2)
+        == select_rank_files(names, 3, 4)
+        == select_rank_files(names[:2], 1, 3)
+        == []
+    )
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -131,10 +136,10 @@ def test_a_state_without_the_rows_of_a_rank_is_refused(tmp_path: Path, missing: 
     save_by_ranks(tmp_path, 3)
     (tmp_path / name_of(missing)).unlink()
     saved = SavedRows(tmp_path)
-    with pytest.raises(Damaged, match="not all there"):
-        saved.fill("a", Part((5, 3), 0, torch.zeros(5, 3)))
+    with pytest.raises(CorruptData, match="not all there"):
+        saved.fill("a", TensorRows((5, 3), 0, torch.zeros(5, 3)))
     there = rows(STATE["a"], 1 if missing != 1 else 0, 3)
-    found = Part(there.shape, there.first, torch.zeros_like(there.rows))
+    found = TensorRows(there.shape, there.first_row, torch.zeros_like(there.rows))
     saved.fill("a", found)
     assert torch.equal(found.rows, there.rows), "of the others all is there"
 
@@ -147,7 +152,7 @@ def test_a_file_that_is_none_is_told_by_name(tmp_path: Path, how: str) -> None:
     head = json.dumps({"a": {"dtype": "F32", "shape": 3}}).encode()
     another = len(head).to_bytes(8, "little") + head
     file.write_bytes({"empty": b"", "cut": content[:-100], "another": another}[how])
-    with pytest.raises(Damaged) as told:
+    with pytest.raises(CorruptData) as told:
         load_state(tmp_path, {"a": torch.zeros(1000)})
     assert told.value.where == str(file)
 
@@ -156,10 +161,10 @@ def test_files_that_have_nothing_of_what_is_loaded_are_opened_once(tmp_path: Pat
     """Or a state of many files would be read as many times as it has."""
     for number in range(3):
         tensor = torch.full((2,), float(number))
-        save_rows(tmp_path, f"{number}.safetensors", {f"t{number}": Part((2,), 0, tensor)})
+        save_rows(tmp_path, f"{number}.safetensors", {f"t{number}": TensorRows((2,), 0, tensor)})
     saved, files = SavedRows(tmp_path), sorted(tmp_path.iterdir())
     for number, file in enumerate(files):
         found = torch.zeros(2)
-        saved.fill(f"t{number}", Part((2,), 0, found))
+        saved.fill(f"t{number}", TensorRows((2,), 0, found))
         assert found.tolist() == [number, number]
         file.write_bytes(b"")  # who opens it again fails

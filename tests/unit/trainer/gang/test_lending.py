@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from meshrl.common.api.ranks import LentGradient
+from meshrl.common.api.ranks import AddGradient
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import BadMessage, NotFound, PeerLost
 from meshrl.common.mesh.process.host import SystemHost
@@ -18,13 +18,13 @@ from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.weights.bulk.port import BulkClient
 from meshrl.services.trainer.compute.gradient_transfer import (
     PIECE_BYTES,
-    Outbox,
-    collect,
-    hybrid_name,
-    read,
+    GradientOutbox,
+    fetch_gradient,
+    make_hybrid_name,
+    map_gradient_file,
 )
-from meshrl.services.trainer.gang.lending import Lending
-from meshrl.sim.redis.state import simulated_state
+from meshrl.services.trainer.gang.rank_gradient_transfer import RankGradientTransfer
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.meshes import on_sockets
 
 JOB = "job"
@@ -44,7 +44,7 @@ def files_below(directory: Path) -> list[Path]:
 @pytest.mark.rotating(3)
 async def test_each_rank_gets_its_rows_and_nothing_stays(tmp_path: Path) -> None:
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
 
     def mesh(name: str, host: str) -> Mesh:
         root = tmp_path / host
@@ -53,19 +53,21 @@ async def test_each_rank_gets_its_rows_and_nothing_stays(tmp_path: Path) -> None
 
     core, far = mesh(CORE, "here"), mesh("rank/job/2", "there")
     await core.join(None)
-    lending = Lending(core, JOB, RANKS, tmp_path / "here/mesh/gangs")
-    await lending.begin({2, 3})
+    lending = RankGradientTransfer(core, JOB, RANKS, tmp_path / "here/mesh/gangs")
+    await lending.reset({2, 3})
     bulk = BulkClient(far)
 
-    async def collected(order: LentGradient) -> NDArray[np.float32]:
-        return await collect(far, bulk, CORE, order.pieces, order.size, order.bulk)
+    async def collected(order: AddGradient) -> NDArray[np.float32]:
+        return await fetch_gradient(
+            far, bulk, CORE, order.chunks, order.element_count, order.bulk_address
+        )
 
     for generation in (1, 2):
         whole = np.random.default_rng(generation).random(SIZE + 1000, np.float32)
-        async with lending.lent(generation, 0, whole, rows) as orders:
+        async with lending.transfer(generation, 0, whole, rows) as orders:
             near, second, third = orders
-            assert np.array_equal(read(near.path, near.size), whole)
-            assert len(second.pieces) == 2 and not second.path
+            assert np.array_equal(map_gradient_file(near.path, near.element_count), whole)
+            assert len(second.chunks) == 2 and not second.path
             assert (await collected(second)).tobytes() == rows(whole, 2).tobytes()
             assert (await collected(third)).size == 0
         with pytest.raises(NotFound):
@@ -80,25 +82,27 @@ GANG = "g1"
 
 
 class Lent:
-    def __init__(self, core: Mesh, hybrid: Mesh, outbox: Outbox) -> None:
+    def __init__(self, core: Mesh, hybrid: Mesh, outbox: GradientOutbox) -> None:
         self.core, self.hybrid, self.outbox = core, hybrid, outbox
 
     async def collected(self, pieces: list[str], size: int = SIZE) -> torch.Tensor:
-        found = await collect(self.core, BulkClient(self.core), hybrid_name(GANG), pieces, size)
+        found = await fetch_gradient(
+            self.core, BulkClient(self.core), make_hybrid_name(GANG), pieces, size
+        )
         return torch.from_numpy(found)
 
 
 @pytest.fixture(params=["here", "there"])
 async def lent(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Lent]:
     clock, host = SystemClock(), SystemHost()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
         settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
         return on_sockets(name, state, clock, host=host, settings=settings)
 
-    core, hybrid = mesh("trainer/job", "here"), mesh(hybrid_name(GANG), request.param)
-    outbox = Outbox(hybrid, GANG)
+    core, hybrid = mesh("trainer/job", "here"), mesh(make_hybrid_name(GANG), request.param)
+    outbox = GradientOutbox(hybrid, GANG)
     await core.join(None)
     await hybrid.join(None, bulk_address=outbox.address)
     yield Lent(core, hybrid, outbox)

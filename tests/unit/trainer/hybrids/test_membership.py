@@ -11,18 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.calls.role import SetTier
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.errors import Fenced
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.trainer.hybrids.hybrid import Hybrid
 from meshrl.services.trainer.hybrids.membership import HybridMembership
-from meshrl.services.trainer.hybrids.round_board import AHEAD, RoundBoard
-from meshrl.services.trainer.initial.beginning import fresh_learner
-from meshrl.sim.loop import run_virtual
+from meshrl.services.trainer.hybrids.round_board import MAX_ROUNDS_AHEAD, RoundBoard
+from meshrl.services.trainer.initialization.initial_weights import create_learner
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.sim.virtual_loop import run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
@@ -33,33 +33,33 @@ from tests.unit.trainer.tiers.bench import configured
 def test_a_hybrid_leases_only_what_it_has_the_weights_for() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
-    assert pool.stages() == {"g1": "requested"}
-    assert not pool.asks("g1", generation, "", "v1", 1.0)
-    assert pool.stages() == {"g1": "fetching"}
-    assert pool.asks("g1", generation, "v1", "v1", 2.0)
-    assert pool.stages() == {"g1": "ready"}
-    pool.leased("g1")
-    assert pool.asks("g1", generation, "v1", "v1", 3.0)
-    assert pool.stages() == {"g1": "active"}
-    assert not pool.asks("g1", generation, "v1", "v2", 4.0)
-    assert pool.stages() == {"g1": "fetching"}
+    assert pool.get_stages() == {"g1": "requested"}
+    assert not pool.can_lease_round("g1", generation, "", "v1", 1.0)
+    assert pool.get_stages() == {"g1": "fetching"}
+    assert pool.can_lease_round("g1", generation, "v1", "v1", 2.0)
+    assert pool.get_stages() == {"g1": "ready"}
+    pool.record_lease("g1")
+    assert pool.can_lease_round("g1", generation, "v1", "v1", 3.0)
+    assert pool.get_stages() == {"g1": "active"}
+    assert not pool.can_lease_round("g1", generation, "v1", "v2", 4.0)
+    assert pool.get_stages() == {"g1": "fetching"}
 
 
 def test_a_new_version_is_there_to_be_fetched_before_a_hybrid_asks() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
-    assert pool.asks("g1", generation, "v1", "v1", 1.0)
-    pool.wanted("v1")
-    assert pool.stages() == {"g1": "ready"}
-    pool.wanted("v2")
-    assert pool.stages() == {"g1": "fetching"}
+    assert pool.can_lease_round("g1", generation, "v1", "v1", 1.0)
+    pool.require_weights("v1")
+    assert pool.get_stages() == {"g1": "ready"}
+    pool.require_weights("v2")
+    assert pool.get_stages() == {"g1": "fetching"}
 
 
 def test_between_two_steps_a_hybrid_stays_ready() -> None:
     pool = HybridMembership()
     generation = pool.join("g1", 0.0)
-    assert not pool.asks("g1", generation, "v1", "", 1.0)
-    assert pool.stages() == {"g1": "ready"}
+    assert not pool.can_lease_round("g1", generation, "v1", "", 1.0)
+    assert pool.get_stages() == {"g1": "ready"}
 
 
 def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
@@ -67,25 +67,25 @@ def test_what_a_hybrid_says_under_an_earlier_join_is_refused() -> None:
     first = pool.join("g1", 0.0)
     second = pool.join("g1", 1.0)
     with pytest.raises(Fenced):
-        pool.asks("g1", first, "v1", "v1", 2.0)
+        pool.can_lease_round("g1", first, "v1", "v1", 2.0)
     with pytest.raises(Fenced):
-        pool.gives("g1", first, 2.0)
+        pool.record_result("g1", first, 2.0)
     assert not pool.leave("g1", first)
-    assert pool.asks("g1", second, "v1", "v1", 2.0)
+    assert pool.can_lease_round("g1", second, "v1", "v1", 2.0)
     assert pool.leave("g1", second)
     with pytest.raises(Fenced):
-        pool.gives("g1", second, 3.0)
+        pool.record_result("g1", second, 3.0)
 
 
 def test_a_hybrid_that_is_silent_for_long_has_failed() -> None:
-    pool = HybridMembership(silent_s=10.0)
+    pool = HybridMembership(max_silence_s=10.0)
     generation = pool.join("g1", 0.0)
     pool.join("g2", 5.0)
-    assert pool.silent(9.0) == []
-    assert pool.silent(12.0) == ["g1"]
-    assert pool.stages() == {"g2": "requested"}
+    assert pool.remove_silent(9.0) == []
+    assert pool.remove_silent(12.0) == ["g1"]
+    assert pool.get_stages() == {"g2": "requested"}
     with pytest.raises(Fenced):
-        pool.gives("g1", generation, 13.0)
+        pool.record_result("g1", generation, 13.0)
 
 
 actions = st.tuples(
@@ -97,7 +97,7 @@ actions = st.tuples(
 
 @given(st.lists(actions, max_size=40))
 def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, int]]) -> None:
-    pool = HybridMembership(silent_s=3.0)
+    pool = HybridMembership(max_silence_s=3.0)
     live: dict[str, tuple[int, float]] = {}
     now, joins = 0.0, 0
     for action, gang, number in history:
@@ -108,7 +108,7 @@ def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, in
         elif action == "wait":
             now += number
             failed = {g for g, (_, heard) in live.items() if now - heard > 3.0}
-            assert set(pool.silent(now)) == failed
+            assert set(pool.remove_silent(now)) == failed
             live = {g: found for g, found in live.items() if g not in failed}
         elif action == "leave":
             ends = gang in live and live[gang][0] == number
@@ -117,102 +117,113 @@ def test_at_most_the_last_join_of_a_gang_counts(history: list[tuple[str, str, in
                 del live[gang]
         elif gang in live and live[gang][0] == number:
             if action == "ask":
-                assert pool.asks(gang, number, "v", "v", now)
+                assert pool.can_lease_round(gang, number, "v", "v", now)
             else:
-                pool.gives(gang, number, now)
+                pool.record_result(gang, number, now)
             live[gang] = number, now
         else:
             with pytest.raises(Fenced):
                 if action == "ask":
-                    pool.asks(gang, number, "v", "v", now)
+                    pool.can_lease_round(gang, number, "v", "v", now)
                 else:
-                    pool.gives(gang, number, now)
-        assert set(pool.stages()) == set(live)
+                    pool.record_result(gang, number, now)
+        assert set(pool.get_stages()) == set(live)
 
 
 def board_of(count: int) -> RoundBoard:
     board = RoundBoard()
-    board.grow(count)
-    board.closed = True
+    board.add_rounds(count)
+    board.is_closed = True
     return board
 
 
 def test_the_core_and_hybrids_take_from_the_front() -> None:
     board = board_of(4)
-    assert board.take(now=0.0) == 0
-    assert board.lease("g1", until=5.0) == 1
-    assert board.lease("g2", until=5.0) == 2
-    assert board.take(now=0.0) == 3
-    assert board.take(now=0.0) is None
-    assert board.lease("g1", until=5.0) is None
+    assert board.take_round(now_s=0.0) == 0
+    assert board.lease_round("g1", expires_s=5.0) == 1
+    assert board.lease_round("g2", expires_s=5.0) == 2
+    assert board.take_round(now_s=0.0) == 3
+    assert board.take_round(now_s=0.0) is None
+    assert board.lease_round("g1", expires_s=5.0) is None
 
 
 def test_a_lease_that_runs_out_is_computed_by_the_core_and_counts_once() -> None:
     board = board_of(1)
-    assert board.lease("g1", until=5.0) == 0
-    assert board.take(now=4.0) is None
+    assert board.lease_round("g1", expires_s=5.0) == 0
+    assert board.take_round(now_s=4.0) is None
     assert board.next_expiry() == 5.0
-    assert board.take(now=5.0) == 0
-    assert board.done(0)
-    assert not board.done(0)
-    assert board.complete
+    assert board.take_round(now_s=5.0) == 0
+    assert board.complete_round(0)
+    assert not board.complete_round(0)
+    assert board.is_complete
 
 
 def test_what_a_hybrid_had_is_free_when_it_leaves() -> None:
     board = board_of(2)
-    assert board.lease("g1", until=5.0) == 0
-    assert board.release("g1") and not board.release("g1")
-    assert board.lease("g2", until=5.0) == 0
+    assert board.lease_round("g1", expires_s=5.0) == 0
+    assert board.release_rounds("g1") and not board.release_rounds("g1")
+    assert board.lease_round("g2", expires_s=5.0) == 0
 
 
 def test_a_late_round_goes_before_new_ones_and_nobody_runs_far_ahead_of_it() -> None:
     board = RoundBoard()
-    board.grow(50)
-    assert board.lease("silent", until=5.0) == 0
+    board.add_rounds(50)
+    assert board.lease_round("silent", expires_s=5.0) == 0
     taken = []
-    while (index := board.take(now=1.0)) is not None:
+    while (index := board.take_round(now_s=1.0)) is not None:
         taken.append(index)
-        board.done(index)
-    assert taken == list(range(1, AHEAD)) and board.lease("g2", until=9.0) is None
-    assert board.take(now=5.0) == 0
-    board.done(0)
-    assert board.take(now=5.0) == AHEAD
+        board.complete_round(index)
+    assert (
+        taken == list(range(1, MAX_ROUNDS_AHEAD)) and board.lease_round("g2", expires_s=9.0) is None
+    )
+    assert board.take_round(now_s=5.0) == 0
+    board.complete_round(0)
+    assert board.take_round(now_s=5.0) == MAX_ROUNDS_AHEAD
 
 
 def test_a_result_that_cannot_be_kept_is_computed_again() -> None:
     board = board_of(1)
-    assert board.lease("g1", until=5.0) == 0
-    assert board.claim(0) and not board.claim(0) and not board.complete
-    assert board.take(now=9.0) is None
-    board.disclaim(0)
-    assert board.take(now=1.0) == 0 and board.done(0) and board.complete
+    assert board.lease_round("g1", expires_s=5.0) == 0
+    assert board.claim_result(0) and not board.claim_result(0) and not board.is_complete
+    assert board.take_round(now_s=9.0) is None
+    board.release_claim(0)
+    assert board.take_round(now_s=1.0) == 0 and board.complete_round(0) and board.is_complete
 
 
 def test_nothing_is_complete_before_the_last_round_is_known() -> None:
     board = RoundBoard()
-    board.grow(1)
-    assert board.take(0.0) == 0 and board.done(0) and not board.complete
-    board.grow(1)
-    board.closed = True
-    assert not board.complete and board.take(0.0) == 1 and board.done(1) and board.complete
+    board.add_rounds(1)
+    assert board.take_round(0.0) == 0 and board.complete_round(0) and not board.is_complete
+    board.add_rounds(1)
+    board.is_closed = True
+    assert (
+        not board.is_complete
+        and board.take_round(0.0) == 1
+        and board.complete_round(1)
+        and board.is_complete
+    )
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from("tldxrg"), st.integers(0, 2))))
 def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[str, int]]) -> None:
     board = RoundBoard()
-    board.grow(count)
+    board.add_rounds(count)
     out: dict[str, int] = {}
     counted: list[int] = []
     now = 0.0
 
     def done(index: int) -> None:
-        if board.done(index):
+        if board.complete_round(index):
             counted.append(index)
 
     for kind, who in events:
         now += 1.0
         gang = f"g{who}"
-        if kind == "l" and gang not in out and (leased := board.lease(gang, now + 3)) is not None:
+        if (
+            kind == "l"
+            and gang not in out
+            and (leased := board.lease_round(gang, now + 3)) is not None
+        ):
             out[gang] = leased
         elif kind == "d" and gang in out:
             done(out.pop(gang))
@@ -220,15 +231,15 @@ def test_any_order_of_events_has_each_round_once(count: int, events: list[tuple[
             out.pop(gang, None)
         elif kind == "r":
             out.pop(gang, None)
-            board.release(gang)
+            board.release_rounds(gang)
         elif kind == "g":
-            board.grow(1)
-        elif kind == "t" and (taken := board.take(now)) is not None:
+            board.add_rounds(1)
+        elif kind == "t" and (taken := board.take_round(now)) is not None:
             done(taken)
-    board.closed = True
-    while (taken := board.take(now + 1e9)) is not None:
+    board.is_closed = True
+    while (taken := board.take_round(now + 1e9)) is not None:
         done(taken)
-    assert board.complete and sorted(counted) == list(range(board.count))
+    assert board.is_complete and sorted(counted) == list(range(board.round_count))
 
 
 class Stubborn:
@@ -237,11 +248,11 @@ class Stubborn:
     def __init__(self, learner: Learner, fails: int) -> None:
         self._learner, self._fails = learner, fails
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def get_tensors(self) -> dict[str, torch.Tensor]:
         self._fails -= 1
         if self._fails >= 0:
             raise RuntimeError("CUDA error: an illegal memory access")
-        return self._learner.tensors()
+        return self._learner.get_tensors()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._learner, name)
@@ -251,21 +262,21 @@ class Stubborn:
 async def test_a_hybrid_whose_memory_cannot_be_given_back_is_awake_and_can_sleep_later(
     clock: Clock, random: Random, tmp_path: Path
 ) -> None:
-    def wish(tier: str, epoch: int) -> Settle:
-        return Settle(tier, epoch, turns=False, segments="", files="")
+    def wish(tier: str, epoch: int) -> SetTier:
+        return SetTier(tier, epoch, time_sliced=False, segment_owner="", offload_dir="")
 
     make_tokenizer(tmp_path)
     data = JobData("j", configured("plain"), tmp_path, tmp_path)
     mesh = alone("hybrid/g0.0", clock, random, SimulatedHost(clock, random.child("host")))
-    learner = Stubborn(fresh_learner(data), fails=1)
-    hybrid = Hybrid(mesh, data, Seat("g0", "g0.0", "j", 1), cast(Learner, learner))
+    learner = Stubborn(create_learner(data), fails=1)
+    hybrid = Hybrid(mesh, data, Placement("g0", "g0.0", "j", 1), cast(Learner, learner))
     tiers = hybrid.tiers
     with pytest.raises(RuntimeError, match="illegal memory"):
-        await tiers.settle(wish("memory", 1))
-    assert tiers.tier == "accelerator" and hybrid.bytes > 0
-    async with clock.timeout(1.0, "the learner, which is free"), hybrid._computing():
+        await tiers.set_tier(wish("memory", 1))
+    assert tiers.tier == "accelerator" and hybrid.size_bytes > 0
+    async with clock.timeout(1.0, "the learner, which is free"), hybrid._use_learner():
         pass
     async with clock.timeout(1.0, "its sleep"):
-        assert (await tiers.settle(wish("memory", 2))).accelerator == 0
-    assert (await tiers.settle(wish("accelerator", 3))).accelerator > 0
+        assert (await tiers.set_tier(wish("memory", 2))).accelerator_bytes == 0
+    assert (await tiers.set_tier(wish("accelerator", 3))).accelerator_bytes > 0
     hybrid.outbox.close()

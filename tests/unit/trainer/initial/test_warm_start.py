@@ -16,42 +16,42 @@ import pytest
 import torch
 
 from meshrl.common.api.calls.interface import Interface
-from meshrl.common.api.node import GangTurn, GiveBack, TakeTurn, Worker
-from meshrl.common.api.weights import Group
+from meshrl.common.api.node import AcquireSlice, ReleaseSlice, TimeSlice, Worker
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.clock import Clock, SystemClock
-from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.base.errors import ConfigError, CorruptData
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import (
     AlgorithmConfig,
     LoraConfig,
-    ModelConfigSection,
     OptimizerConfig,
+    TrainedModelConfig,
     WarmStartConfig,
 )
 from meshrl.common.job.constraints import AlgorithmName
+from meshrl.common.mesh.instances.time_slices import SliceClient
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.residents.turns import Turns
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.model.tokens.tokenizer import Tokenizer, character_tokenizer
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.common.model.tokens.tokenizer import Tokenizer, build_character_tokenizer
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.services.trainer.bins.packing import Bin, make_bins
 from meshrl.services.trainer.core.core import TrainerCore
 from meshrl.services.trainer.core.first_version import SLICE_S
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.initial import warm_start as warm
-from meshrl.services.trainer.initial.beginning import (
-    demonstrations,
-    first_weights,
-    fresh_learner,
-    outline,
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.initialization import warm_start as warm
+from meshrl.services.trainer.initialization.initial_weights import (
+    create_first_weights,
+    create_learner,
+    describe_model,
+    load_demonstrations,
 )
+from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.models import critic
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.sim.loop import VirtualLoop, run_virtual
+from meshrl.sim.virtual_loop import VirtualLoop, run_virtual
 from tests.meshes import alone
 from tests.stories import story_on
 from tests.tokenizers import make_tokenizer
@@ -75,7 +75,7 @@ CONFIG = WarmStartConfig(steps=20, batch=8, warmup_steps=2)
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
-    return character_tokenizer("_$?=0123456789", tmp_path / "tokenizer.json")
+    return build_character_tokenizer("_$?=0123456789", tmp_path / "tokenizer.json")
 
 
 def echo(random: Random, progress: float) -> warm.Segments:
@@ -102,7 +102,7 @@ def run(
     learner = learner or fresh()
     losses: list[tuple[int, float]] = []
     limits: dict[str, Any] = {"held_out": set(), "max_tokens": 32} | changes
-    steps = warm.pieces(
+    steps = warm.run_steps(
         learner,
         demonstrate,
         tokenizer,
@@ -124,13 +124,16 @@ def test_the_model_learns_the_demonstrations(tokenizer: Tokenizer) -> None:
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(tokenizer: Tokenizer) -> None:
-    first, second, other = (run(tokenizer, seed=seed)[0].weights() for seed in (3, 3, 4))
+    first, second, other = (run(tokenizer, seed=seed)[0].get_weights() for seed in (3, 3, 4))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert not all(torch.equal(tensor, other[name]) for name, tensor in first.items())
 
 
 def shown(tokenizer: Tokenizer) -> Bin:
-    made = [warm.encode([(f"?{digit}=", False), ("777$", True)], tokenizer) for digit in range(4)]
+    made = [
+        warm.encode_segments([(f"?{digit}=", False), ("777$", True)], tokenizer)
+        for digit in range(4)
+    ]
     (bin,) = make_bins(made, 256)
     return bin
 
@@ -139,15 +142,15 @@ def test_passes_in_bfloat16_are_of_the_warm_weights_at_once(tokenizer: Tokenizer
     learner, _ = run(tokenizer, learner=fresh(dtype=torch.bfloat16))
     other, bin = fresh(dtype=torch.bfloat16), shown(tokenizer)
     cold = other.score(bin)
-    other.load_weights(learner.weights())
+    other.load_weights(learner.get_weights())
     scores = learner.score(bin)
     assert (scores == other.score(bin)).all() and abs(scores - cold).max() > 0.3
 
 
 def test_a_critic_begins_with_the_warm_weights(tokenizer: Tokenizer) -> None:
     learner, _ = run(tokenizer, learner=fresh(name="ppo"))
-    weights = learner.weights()
-    trunk = dict(critic.critic_of(learner.model).trunk.named_parameters())
+    weights = learner.get_weights()
+    trunk = dict(critic.get_critic(learner.model).trunk.named_parameters())
     assert all(torch.equal(tensor, weights[name]) for name, tensor in trunk.items())
     assert not learner.score(shown(tokenizer), "values").any()
 
@@ -162,13 +165,13 @@ def test_a_mixture_of_experts_is_balanced_while_it_warms(tokenizer: Tokenizer) -
         expert_ffn_size=16,
     )
     bin = shown(tokenizer)
-    plain, cross_entropy = fresh(sparse, "sft").gradient(bin)
-    both, stats = fresh(replace(sparse, balance_coefficient=0.1), "sft").gradient(bin)
+    plain, cross_entropy = fresh(sparse, "sft").compute_gradient(bin)
+    both, stats = fresh(replace(sparse, balance_coefficient=0.1), "sft").compute_gradient(bin)
     assert stats == cross_entropy  # of what is shown, the loss is told as it was
     balanced = fresh(replace(sparse, balance_coefficient=0.1))
     balanced_bin = shown(tokenizer)
     balanced_bin.advantage[:] = 0.0
-    alone, _ = balanced.gradient(balanced_bin)
+    alone, _ = balanced.compute_gradient(balanced_bin)
     assert alone.any()
     torch.testing.assert_close(both, plain + alone, rtol=1e-4, atol=1e-5)
 
@@ -193,14 +196,14 @@ def test_unusable_demonstrations_end_in_an_error_that_says_so(tokenizer: Tokeniz
 
 
 def test_segments_are_encoded_singly_and_only_the_model_s_are_trained(tokenizer: Tokenizer) -> None:
-    made = warm.encode([("?12=", False), ("3$", True)], tokenizer)
+    made = warm.encode_segments([("?12=", False), ("3$", True)], tokenizer)
     assert made.tokens.tolist() == [2, 5, 6, 3, 7, 1]
-    assert made.mask.tolist() == [False, False, False, False, True, True]
+    assert made.loss_mask.tolist() == [False, False, False, False, True, True]
 
 
 def test_the_learning_rate_warms_up_stays_and_falls_to_nothing() -> None:
     config = WarmStartConfig(steps=100, warmup_steps=20, decay=0.4)
-    factors = [warm.lr_factor(step, config) for step in range(100)]
+    factors = [warm.compute_lr_factor(step, config) for step in range(100)]
     assert factors[0] == pytest.approx(0.05) and factors[19:61] == [1.0] * 42
     assert factors[80] == pytest.approx(0.5) and factors[-1] == pytest.approx(1 / 40)
 
@@ -209,16 +212,16 @@ def test_the_cache_returns_what_was_kept_under_the_same_job_only(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     learner, _ = run(tokenizer)
-    path = warm.cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def demonstrate"])
-    assert warm.load(path) is None
-    warm.save(path, learner.weights())
-    again = warm.cache_path(str(tmp_path), {"steps": 12, "seed": 3}, [b"def demonstrate"])
-    kept = warm.load(again)
+    path = warm.build_cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def demonstrate"])
+    assert warm.load_weights(path) is None
+    warm.save_weights(path, learner.get_weights())
+    again = warm.build_cache_path(str(tmp_path), {"steps": 12, "seed": 3}, [b"def demonstrate"])
+    kept = warm.load_weights(again)
     assert kept is not None
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.weights().items())
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in learner.get_weights().items())
     others = [
-        warm.cache_path(str(tmp_path), {"seed": 4, "steps": 12}, [b"def demonstrate"]),
-        warm.cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def", b" demonstrate"]),
+        warm.build_cache_path(str(tmp_path), {"seed": 4, "steps": 12}, [b"def demonstrate"]),
+        warm.build_cache_path(str(tmp_path), {"seed": 3, "steps": 12}, [b"def", b" demonstrate"]),
     ]
     assert len({again, *others}) == 3
     assert [p.name for p in tmp_path.glob("*.safetensors*")] == [path.name]
@@ -230,12 +233,12 @@ def test_a_damaged_cache_is_no_warm_start(
 ) -> None:
     learner, _ = run(tokenizer)
     path = tmp_path / "kept.safetensors"
-    warm.save(path, learner.weights())
+    warm.save_weights(path, learner.get_weights())
     content = bytearray(path.read_bytes())
     content[-9] ^= 1  # of a weight
     path.write_bytes(content[:left])
-    with pytest.raises(Damaged, match="a warm start"):
-        warm.load(path)
+    with pytest.raises(CorruptData, match="a warm start"):
+        warm.load_weights(path)
 
 
 JOBS = Path(__file__).parents[3] / "mesh/jobs"
@@ -244,21 +247,21 @@ JOBS = Path(__file__).parents[3] / "mesh/jobs"
 @pytest.fixture
 def data(tmp_path: Path) -> JobData:
     described = tomllib.loads((JOBS / "digits.toml").read_text())["model"]["config"]
-    config = replace(job("grpo"), model=ModelConfigSection(config=described))
+    config = replace(job("grpo"), model=TrainedModelConfig(config=described))
     make_tokenizer(tmp_path)
     return JobData("j", config, tmp_path, tmp_path)
 
 
 def test_a_model_is_described_without_being_made(data: JobData) -> None:
-    config, parameters = outline(data)
-    learner = fresh_learner(data)
-    assert (config, parameters) == (learner.model.config, learner.size)
+    config, parameters = describe_model(data)
+    learner = create_learner(data)
+    assert (config, parameters) == (learner.model.config, learner.parameter_count)
 
 
 def test_without_a_warm_start_nobody_makes_a_whole_model_for_the_ranks(data: JobData) -> None:
     adapted = replace(data, config=replace(data.config, lora=LoraConfig(rank=2)))
     for one in (data, adapted):
-        begun = first_weights(one, lambda step, loss: None, lambda told: None)
+        begun = create_first_weights(one, lambda step, loss: None, lambda told: None)
         with pytest.raises(StopIteration) as ended:
             next(begun)
         assert ended.value.value == (None, False)
@@ -280,10 +283,10 @@ def test_what_is_no_demonstration_is_named_with_its_line(
     data: JobData, body: str, said: str, request: pytest.FixtureRequest
 ) -> None:
     number = request.node.callspec.indices["body"]
-    data.modules.mkdir(exist_ok=True)
-    (data.modules / f"shows_{number}.py").write_text(f"def show(rng, progress):\n    {body}\n")
+    data.modules_dir.mkdir(exist_ok=True)
+    (data.modules_dir / f"shows_{number}.py").write_text(f"def show(rng, progress):\n    {body}\n")
     shows = WarmStartConfig(demonstrations=f"shows_{number}:show")
-    asked = demonstrations(replace(data, config=replace(data.config, warm_start=shows)))
+    asked = load_demonstrations(replace(data, config=replace(data.config, warm_start=shows)))
     with pytest.raises(ConfigError) as told:
         asked(Random(0), 0.0)
     assert said in told.value.message and told.value.where == "warm_start.demonstrations"
@@ -296,7 +299,7 @@ class TurnCalls(Interface):
     """What of a worker's interface is about turns."""
 
 
-TurnCalls.methods = {name: Worker.methods[name] for name in ("take_turn", "give_back")}
+TurnCalls.methods = {name: Worker.methods[name] for name in ("acquire_slice", "release_slice")}
 
 
 class Keeper(Actor):
@@ -306,15 +309,15 @@ class Keeper(Actor):
         self.functions: list[str] = []
         self.held = False
 
-    @call(Worker.take_turn)
-    def take_turn(self, request: TakeTurn) -> GangTurn:
+    @call(Worker.acquire_slice)
+    def take_turn(self, request: AcquireSlice) -> TimeSlice:
         assert not self.held
-        self.functions.append(request.function)
+        self.functions.append(request.operation)
         self.held = True
-        return GangTurn(request.ticket, 60.0)
+        return TimeSlice(request.ticket, 60.0)
 
-    @call(Worker.give_back)
-    def give_back(self, request: GiveBack) -> None:
+    @call(Worker.release_slice)
+    def give_back(self, request: ReleaseSlice) -> None:
         self.held = False
 
 
@@ -325,18 +328,20 @@ async def test_every_slice_of_a_warm_start_runs_in_a_turn(
     async with Bench(clock, random, tmp_path) as bench:
         core, keeper, worker = bench.core, Keeper(), bench.mesh(KEEPER)
         await worker.join(keeper)
-        core.runner.turns = Turns(core.mesh, KEEPER, "g0.0", 1, enabled=True)
-        assert not await core.first._made(lambda step, loss: None, lambda told: None)
+        core.runner.time_slices = SliceClient(core.mesh, KEEPER, "g0.0", 1, enabled=True)
+        assert not await core.first_version._build_weights(
+            lambda step, loss: None, lambda told: None
+        )
         assert keeper.functions == ["warm_start"]
 
         def pieces() -> Generator[None, None, str]:
             for _ in range(3):
                 assert keeper.held
-                cast(VirtualLoop, asyncio.get_running_loop()).now += SLICE_S  # that it takes
+                cast(VirtualLoop, asyncio.get_running_loop()).now_s += SLICE_S  # that it takes
                 yield
             return "made"
 
-        assert await core.first.in_slices(pieces()) == "made"
+        assert await core.first_version.run_in_slices(pieces()) == "made"
         await clock.sleep(1.0)
         assert len(keeper.functions) > 2 and not keeper.held
         await worker.leave()
@@ -344,11 +349,13 @@ async def test_every_slice_of_a_warm_start_runs_in_a_turn(
 
 async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(data: JobData) -> None:
     mesh = alone("trainer/j", SystemClock(), Random(0), SystemHost())
-    seat = Seat("g0", "g0", data.id, 1, core=True)
-    made = TrainerCore(mesh, data, seat, Compute(mesh, data.id, Rank.alone(fresh_learner(data))))
+    seat = Placement("g0", "g0", data.id, 1, core=True)
+    made = TrainerCore(
+        mesh, data, seat, GangCompute(mesh, data.id, Rank.for_single_rank(create_learner(data)))
+    )
     groups = [group([1.0, 0.0], number=number, version=0) for number in range(2)]
 
-    async def arrive() -> AsyncIterator[Group]:
+    async def arrive() -> AsyncIterator[TrajectoryGroup]:
         for one in groups:
             yield one
 
@@ -357,6 +364,6 @@ async def test_each_replayed_step_and_each_step_of_a_warm_start_shows(data: JobD
     for _ in range(2):
         await made._make_step(1, "", made.data.config).replay(groups, updates)
         seen.append(made.stats().progress)
-    made.first.fraction = 0.5
+    made.first_version.warm_start_fraction = 0.5
     seen.append(made.stats().progress)
     assert all(before != after for before, after in pairwise(seen)), seen

@@ -14,8 +14,8 @@ import torch
 
 from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from meshrl.common.job.constraints import AlgorithmName
-from meshrl.services.trainer.arithmetic.aggregation import aggregation
-from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.learner.aggregation import get_aggregation
+from meshrl.services.trainer.learner.objective import compute_objective
 from meshrl.services.trainer.losses.terms import LossTerms
 
 LONGEST = 40  # rollout.max_tokens
@@ -76,11 +76,11 @@ def terms(tokens: Tokens) -> LossTerms:
     sequence = [i for i, one in enumerate(tokens.now) for _ in one]
     return LossTerms(
         logprobs=flat(tokens.now),
-        behaviour=flat(tokens.behaviour),
-        proximal=flat(tokens.proximal),
-        advantage=flat(tokens.advantage),
-        sequence=torch.tensor(sequence),
-        sequences=len(tokens.now),
+        behaviour_logprobs=flat(tokens.behaviour),
+        proximal_logprobs=flat(tokens.proximal),
+        advantages=flat(tokens.advantage),
+        sequence_ids=torch.tensor(sequence),
+        sequence_count=len(tokens.now),
         extras={"reference": flat(tokens.reference), "teacher": flat(tokens.teacher)},
     )
 
@@ -94,7 +94,7 @@ def job(name: AlgorithmName, **keys: Any) -> JobConfig:
 
 def weights(tokens: Tokens, config: JobConfig) -> torch.Tensor:
     """[t] as a bin has them, from what is documented of aggregation."""
-    kind = aggregation(config)
+    kind = get_aggregation(config)
     constant = config.algorithm.loss_constant or LONGEST
     each: dict[str, Callable[[int], float]] = {
         "tokens": lambda n: 1.0,
@@ -106,10 +106,10 @@ def weights(tokens: Tokens, config: JobConfig) -> torch.Tensor:
 
 def ours(tokens: Tokens, config: JobConfig) -> tuple[float, torch.Tensor]:
     """(loss, slope [t]) of a step that has this batch alone."""
-    found = objective(terms(tokens), weights(tokens, config), config.algorithm)
-    by_tokens = aggregation(config) == "tokens"
+    found = compute_objective(terms(tokens), weights(tokens, config), config.algorithm)
+    by_tokens = get_aggregation(config) == "tokens"
     denominator = tokens.count if by_tokens else len(tokens.now)
-    return float(found.losses.sum()) / denominator, found.slope / denominator
+    return float(found.losses.sum()) / denominator, found.logprob_gradient / denominator
 
 
 def slope(loss: Loss, tokens: Tokens, step: float = 1e-6) -> torch.Tensor:

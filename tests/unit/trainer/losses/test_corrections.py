@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import AlgorithmConfig, JobConfig
 from meshrl.common.job.constraints import AlgorithmName
-from meshrl.services.trainer.algorithms import ALGORITHMS, algorithm, passes, refills
-from meshrl.services.trainer.arithmetic.objective import objective
+from meshrl.services.trainer.algorithms import (
+    ALGORITHMS,
+    get_algorithm,
+    has_refill,
+    list_scoring_passes,
+)
+from meshrl.services.trainer.learner.objective import compute_objective
 from meshrl.services.trainer.losses import kl
 from tests.unit.trainer.losses import published_formulas as plain
 
@@ -107,7 +112,7 @@ def test_the_corrected_gradient_is_right_in_expectation(correction: str) -> None
     now, sampled = column(logprobs.detach()), column(older)
     tokens = plain.Tokens(now, sampled, now, now, now, column(worth))
     config = plain.job("grpo", correction=correction).algorithm
-    slope = objective(plain.terms(tokens), older.exp(), config).slope
+    slope = compute_objective(plain.terms(tokens), older.exp(), config).logprob_gradient
     (found,) = torch.autograd.grad(logprobs, logits, slope)
     assert torch.allclose(found, exact, rtol=1e-9)
 
@@ -133,7 +138,7 @@ def test_the_divergence_joins_the_loss_unclipped_and_uncorrected(kind: str, seed
 def k3(difference: float) -> tuple[float, float]:
     """The estimate and its slope, of d = log-probability under the policy - the reference."""
     logprob = torch.tensor([difference], dtype=torch.float64, requires_grad=True)
-    found = kl.estimate("k3", logprob, torch.zeros_like(logprob))
+    found = kl.estimate_kl("k3", logprob, torch.zeros_like(logprob))
     (slope,) = torch.autograd.grad(found.sum(), logprob)
     return found.item(), slope.item()
 
@@ -143,7 +148,7 @@ def test_k3_is_its_formula_and_leads_back_beyond_20_nats(difference: float) -> N
     value, slope = k3(difference)
     assert math.isfinite(value) and math.isfinite(slope)
     assert value == pytest.approx(
-        float(kl.sampled("k3", np.array([difference]), np.zeros(1))[0]), rel=1e-12
+        float(kl.estimate_kl_numpy("k3", np.array([difference]), np.zeros(1))[0]), rel=1e-12
     )
     if difference >= -20:
         exact = math.exp(-difference)
@@ -167,10 +172,10 @@ def test_what_a_bound_cut_is_told_apart_from_what_a_clip_cut() -> None:
     tokens = plain.batch(6, 0.8, count=12)
     config = plain.job("dapo", correction="mis").algorithm
     one = torch.ones(tokens.count, dtype=torch.float64)
-    found = objective(plain.terms(tokens), one, config)
-    assert found.corrected.any() and found.clipped.any()
-    assert not (found.corrected & found.clipped).any()
-    assert (found.slope[found.corrected | found.clipped] == 0).all()
+    found = compute_objective(plain.terms(tokens), one, config)
+    assert found.corrected_mask.any() and found.clipped_mask.any()
+    assert not (found.corrected_mask & found.clipped_mask).any()
+    assert (found.logprob_gradient[found.corrected_mask | found.clipped_mask] == 0).all()
 
 
 # Algorithm, its keys, the plain loss, and how far the other policies are from the one trained.
@@ -245,8 +250,10 @@ def test_on_policy_distillation_has_the_gradient_of_the_reverse_divergence() -> 
     )
     tokens = plain.Tokens(*[[[x] for x in logprobs.tolist()] for _ in range(6)])
     tokens.teacher = [[x] for x in teacher.tolist()]
-    found = objective(plain.terms(tokens), logprobs.detach().exp(), AlgorithmConfig("distill"))
-    (expected,) = torch.autograd.grad(logprobs, logits, found.slope)
+    found = compute_objective(
+        plain.terms(tokens), logprobs.detach().exp(), AlgorithmConfig("distill")
+    )
+    (expected,) = torch.autograd.grad(logprobs, logits, found.logprob_gradient)
     assert torch.allclose(expected, exact, rtol=1e-12)
 
 
@@ -258,14 +265,14 @@ def test_any_split_of_a_batch_has_one_sum(name: AlgorithmName, correction: str, 
     tokens = plain.batch(seed, 0.05, of_tokens=name in OF_TOKENS)
     keys = {"correction_level": "sequence", "kl_coefficient": 0.1}
     config = plain.job(name, correction=correction, **keys)
-    whole = objective(plain.terms(tokens), plain.weights(tokens, config), config.algorithm)
+    whole = compute_objective(plain.terms(tokens), plain.weights(tokens, config), config.algorithm)
     for cut in itertools.pairwise([0, 1, 3, 4, 5]):
         part = plain.Tokens(*[getattr(tokens, f)[slice(*cut)] for f in tokens.__slots__])
-        found = objective(plain.terms(part), plain.weights(part, config), config.algorithm)
+        found = compute_objective(plain.terms(part), plain.weights(part, config), config.algorithm)
         before = sum(len(one) for one in tokens.now[: cut[0]])
         inside = slice(before, before + part.count)
         assert torch.allclose(found.losses, whole.losses[inside], rtol=1e-12)
-        assert torch.allclose(found.slope, whole.slope[inside], rtol=1e-12)
+        assert torch.allclose(found.logprob_gradient, whole.logprob_gradient[inside], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -296,21 +303,26 @@ def test_a_loss_that_lacks_a_model_names_the_table_to_declare() -> None:
         (AlgorithmConfig("grpo", kl_coefficient=0.1), "models.reference"),
     ]:
         with pytest.raises(ConfigError, match=table):
-            objective(terms, one, config)
+            compute_objective(terms, one, config)
 
 
 def test_a_step_scores_only_what_its_losses_ask_for() -> None:
-    assert passes(AlgorithmConfig("grpo", correction="tis")) == ()
-    assert passes(AlgorithmConfig("grpo", updates=4)) == ()
-    assert passes(AlgorithmConfig("grpo", correction="tis", updates=4)) == ("proximal",)
-    assert passes(AlgorithmConfig("ppo", correction="mis", updates=2)) == ("values", "proximal")
+    assert list_scoring_passes(AlgorithmConfig("grpo", correction="tis")) == ()
+    assert list_scoring_passes(AlgorithmConfig("grpo", updates=4)) == ()
+    assert list_scoring_passes(AlgorithmConfig("grpo", correction="tis", updates=4)) == (
+        "proximal",
+    )
+    assert list_scoring_passes(AlgorithmConfig("ppo", correction="mis", updates=2)) == (
+        "values",
+        "proximal",
+    )
 
 
 def test_dynamic_sampling_is_dapo_or_asked_for() -> None:
-    assert refills(AlgorithmConfig("dapo")) and not refills(AlgorithmConfig("grpo"))
-    assert refills(AlgorithmConfig("grpo", refill_filtered=True))
+    assert has_refill(AlgorithmConfig("dapo")) and not has_refill(AlgorithmConfig("grpo"))
+    assert has_refill(AlgorithmConfig("grpo", refill_filtered=True))
 
 
 def test_an_unknown_algorithm_names_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="reinforce_pp"):
-        algorithm("gpro")
+        get_algorithm("gpro")

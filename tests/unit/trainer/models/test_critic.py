@@ -12,14 +12,20 @@ import torch
 from meshrl.common.job.config import AlgorithmConfig, JobConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.algorithms import algorithm
-from meshrl.services.trainer.arithmetic.aggregation import denominator
-from meshrl.services.trainer.arithmetic.learner import Learner, add
-from meshrl.services.trainer.arithmetic.stats import update_metrics
-from meshrl.services.trainer.bins.packing import Bin, Sequence, fill, make_bins, packed
+from meshrl.services.trainer.algorithms import get_algorithm
+from meshrl.services.trainer.bins.packing import (
+    Bin,
+    TrainingSequence,
+    build_bin,
+    make_bins,
+    pack_sequences,
+)
+from meshrl.services.trainer.learner.aggregation import compute_denominator
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
+from meshrl.services.trainer.learner.stats import build_update_metrics
 from meshrl.services.trainer.losses.terms import LossTerms
 from meshrl.services.trainer.models import critic
-from meshrl.services.trainer.models.forward import checkpoint_layers
+from meshrl.services.trainer.models.forward import enable_activation_checkpointing
 from tests.attention import causal_attention
 from tests.unit.trainer.handing_over import handed_over
 
@@ -43,11 +49,11 @@ def learner(seed: int = 0, config: AlgorithmConfig = PPO, checkpointed: bool = F
     model = Decoder(MODEL)
     model.initialise(torch.Generator().manual_seed(seed))
     if checkpointed:
-        checkpoint_layers(model)
+        enable_activation_checkpointing(model)
     return Learner(model, RATES, config)
 
 
-def sequences(count: int = 6, seed: int = 4) -> list[Sequence]:
+def sequences(count: int = 6, seed: int = 4) -> list[TrainingSequence]:
     draw = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -57,20 +63,20 @@ def sequences(count: int = 6, seed: int = 4) -> list[Sequence]:
         logprobs = np.where(mask, draw.normal(-3.4, 0.1, n), 0).astype(np.float32)
         tokens, versions = draw.integers(0, 32, n).astype(np.int32), np.where(mask, 0, -1)
         reward = np.array(draw.normal(), np.float32)
-        made.append(Sequence(tokens, logprobs, mask, versions.astype(np.int32), reward))
+        made.append(TrainingSequence(tokens, logprobs, mask, versions.astype(np.int32), reward))
     return made
 
 
-def valued(one: Learner, made: list[Sequence], budget: int = 64) -> list[Sequence]:
+def valued(one: Learner, made: list[TrainingSequence], budget: int = 64) -> list[TrainingSequence]:
     """As a step does it: scored by the critic, then given advantages and returns."""
-    for members in packed(made, budget):
-        scores, start = one.score(fill(members, 0), "values"), 0
+    for members in pack_sequences(made, budget):
+        scores, start = one.score(build_bin(members, 0), "values"), 0
         for sequence in members:
             values = np.zeros(len(sequence.tokens), np.float32)
-            values[1:] = scores[start : start + sequence.places]
+            values[1:] = scores[start : start + sequence.position_count]
             sequence.extras["values"] = values
-            start += sequence.places
-    prepare = algorithm("ppo").prepare
+            start += sequence.position_count
+    prepare = get_algorithm("ppo").prepare_advantages
     assert prepare is not None
     prepare(made, PPO)
     return made
@@ -80,14 +86,14 @@ def moved(one: Learner, seed: int = 1) -> Learner:
     """The same learner with a critic that no longer is its policy, nor says 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in critic.critic_of(one.model).parameters():
+        for parameter in critic.get_critic(one.model).parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return one
 
 
-def plain_values(one: Learner, sequence: Sequence) -> torch.Tensor:
+def plain_values(one: Learner, sequence: TrainingSequence) -> torch.Tensor:
     """Of one sequence by itself."""
-    found = critic.critic_of(one.model)
+    found = critic.get_critic(one.model)
     tokens = torch.from_numpy(sequence.tokens[None, :-1]).long()
     hidden = found.trunk(tokens, torch.arange(tokens.shape[1])[None], causal_attention)
     values: torch.Tensor = (hidden[0] * found.head).sum(-1) + found.bias
@@ -97,18 +103,18 @@ def plain_values(one: Learner, sequence: Sequence) -> torch.Tensor:
 @pytest.mark.parametrize("budget", [20, 64, 500])
 def test_values_are_those_of_each_sequence_alone(budget: int) -> None:
     one, made = moved(learner()), sequences()
-    for members in packed(made, budget):
-        bin = fill(members, 0)
+    for members in pack_sequences(made, budget):
+        bin = build_bin(members, 0)
         scores = one.score(bin, "values")
         for sequence, (start, end) in zip(members, itertools.pairwise(bin.starts), strict=True):
             own = plain_values(one, sequence).detach().numpy()
-            expected = np.where(sequence.mask[1:], own, 0)
+            expected = np.where(sequence.loss_mask[1:], own, 0)
             assert scores[start:end] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_critic_begins_as_its_policy_and_says_nothing_yet() -> None:
     one = learner()
-    trunk = dict(critic.critic_of(one.model).trunk.named_parameters())
+    trunk = dict(critic.get_critic(one.model).trunk.named_parameters())
     own = dict(one.model.named_parameters())
     assert "unembedding" not in trunk and "unembedding" in own
     assert all(torch.equal(tensor, own[name]) for name, tensor in trunk.items())
@@ -117,16 +123,16 @@ def test_a_critic_begins_as_its_policy_and_says_nothing_yet() -> None:
 
 def test_what_a_warm_start_taught_the_policy_is_what_the_critic_begins_with() -> None:
     one, other = learner(), learner(seed=5)
-    one.load_weights(other.weights())
-    trunk = dict(critic.critic_of(one.model).trunk.named_parameters())
-    assert all(torch.equal(tensor, other.weights()[name]) for name, tensor in trunk.items())
+    one.load_weights(other.get_weights())
+    trunk = dict(critic.get_critic(one.model).trunk.named_parameters())
+    assert all(torch.equal(tensor, other.get_weights()[name]) for name, tensor in trunk.items())
 
 
 def test_scoring_leaves_a_critic_as_it_is() -> None:
     one = moved(learner())
-    before = [p.detach().clone() for p in critic.critic_of(one.model).parameters()]
+    before = [p.detach().clone() for p in critic.get_critic(one.model).parameters()]
     one.score(make_bins(sequences(), 500)[0], "values")
-    now = critic.critic_of(one.model).parameters()
+    now = critic.get_critic(one.model).parameters()
     assert all(torch.equal(p, was) for p, was in zip(now, before, strict=True))
 
 
@@ -140,7 +146,7 @@ def kept_numbers(one: Learner, bin: Bin) -> int:
 
     own = {p.data_ptr() for p in one.model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert critic.values(one.model, bin).requires_grad
+        assert critic.compute_values(one.model, bin).requires_grad
     return sum(count for at, count in kept.items() if at not in own)
 
 
@@ -148,12 +154,12 @@ def test_a_critic_is_computed_again_on_the_way_back_where_its_policy_is() -> Non
     plain, again = moved(learner()), moved(learner(checkpointed=True))
     made = valued(plain, sequences(20))
     (bin,) = make_bins(made, 500)
-    assert torch.equal(plain.gradient(bin)[0], again.gradient(bin)[0])
+    assert torch.equal(plain.compute_gradient(bin)[0], again.compute_gradient(bin)[0])
     assert kept_numbers(again, bin) < 0.6 * kept_numbers(plain, bin)
 
 
 def test_no_weight_of_the_critic_is_published() -> None:
-    weights = learner().weights()
+    weights = learner().get_weights()
     assert set(weights) == set(dict(Decoder(MODEL).named_parameters()))
 
 
@@ -166,7 +172,9 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
     extras = {"values": before, "returns": returns}
     one = torch.zeros(9, dtype=torch.int64)
     terms = LossTerms(nothing, nothing, nothing, nothing, one, 1, extras)
-    losses = critic.value_losses(found, terms, torch.ones(9), AlgorithmConfig(value_clip=0.3))
+    losses = critic.compute_value_losses(
+        found, terms, torch.ones(9), AlgorithmConfig(value_clip=0.3)
+    )
     losses.sum().backward()
     assert found.grad is not None
     for v, old, target, loss, slope in zip(
@@ -180,16 +188,18 @@ def test_the_value_loss_is_that_of_the_clipped_formula(seed: int) -> None:
         assert float(slope) == pytest.approx(expected)
 
 
-def plain_gradient(one: Learner, made: list[Sequence]) -> torch.Tensor:
+def plain_gradient(one: Learner, made: list[TrainingSequence]) -> torch.Tensor:
     """Of both losses, sequence by sequence, in the order of the parameters."""
     one.model.zero_grad()
     total = torch.zeros(())
     for s in made:
-        own = torch.from_numpy(s.mask[1:])
+        own = torch.from_numpy(s.loss_mask[1:])
         tokens = torch.from_numpy(s.tokens).long()
         places = torch.arange(len(tokens) - 1)[None]
         hidden = one.model(tokens[None, :-1], places, causal_attention)
-        logprobs = one.model.logits(hidden)[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = (
+            one.model.compute_logits(hidden)[0].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        )
         ratio = (logprobs - torch.from_numpy(s.logprobs[1:])).exp()
         worth = torch.from_numpy(s.advantages[1:])
         policy = -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth)
@@ -206,7 +216,7 @@ def plain_gradient(one: Learner, made: list[Sequence]) -> torch.Tensor:
 def test_one_gradient_holds_both_losses_however_they_are_packed(budget: int) -> None:
     one = moved(learner())
     made = valued(one, sequences())
-    gradient, stats = add(one.gradient(bin) for bin in make_bins(made, budget))
+    gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, budget))
     assert torch.allclose(gradient, plain_gradient(one, made), rtol=1e-3, atol=1e-4)
     assert stats.value_tokens == stats.tokens and stats.value_loss_sum > 0
 
@@ -215,7 +225,7 @@ def test_a_bin_without_weight_moves_neither() -> None:
     one = moved(learner())
     (bin,) = make_bins(sequences(), 500)
     bin.weight[:] = 0
-    gradient, _ = one.gradient(bin)
+    gradient, _ = one.compute_gradient(bin)
     assert not gradient.any()
 
 
@@ -225,8 +235,8 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
 
     def step(one: Learner, seed: int) -> None:
         made = valued(one, sequences(seed=seed))
-        gradient, _ = add(one.gradient(bin) for bin in make_bins(made, 64))
-        one.apply(gradient, denominator(made, job), 1.0)
+        gradient, _ = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 64))
+        one.apply_gradient(gradient, compute_denominator(made, job), 1.0)
 
     step(first, 1)
     handed_over(first, second, tmp_path / "state")
@@ -236,23 +246,25 @@ def test_a_critic_goes_on_where_its_state_was_taken(tmp_path: Path) -> None:
     assert all(torch.equal(p, own[name]) for name, p in first.model.named_parameters())
 
 
-def own(made: list[Sequence], name: str) -> np.ndarray:
+def own(made: list[TrainingSequence], name: str) -> np.ndarray:
     """An extra of all tokens that carry loss, sequence by sequence."""
-    return np.concatenate([s.extras[name][s.mask & (np.arange(len(s.mask)) > 0)] for s in made])
+    return np.concatenate(
+        [s.extras[name][s.loss_mask & (np.arange(len(s.loss_mask)) > 0)] for s in made]
+    )
 
 
 @pytest.mark.parametrize("clip_norm", [1e-3, 1e3])
 def test_the_bias_of_a_critic_takes_up_the_mean_of_the_returns(clip_norm: float) -> None:
     """After one update, however far the gradient is clipped; then it follows by fifths."""
     one, job = learner(), JobConfig(algorithm=PPO)
-    one._rates = replace(RATES, clip_norm=clip_norm)
-    bias = critic.critic_of(one.model).bias.detach()
+    one._optimizer_config = replace(RATES, clip_norm=clip_norm)
+    bias = critic.get_critic(one.model).bias.detach()
     for update in range(7):
         made = valued(one, sequences(seed=update))
         residual = (own(made, "returns") - own(made, "values")).mean()
         expected = float(bias) + residual * max(1 / (update + 1), 0.2)
-        gradient, _ = add(one.gradient(bin) for bin in make_bins(made, 64))
-        one.apply(gradient, denominator(made, job), 1.0)
+        gradient, _ = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 64))
+        one.apply_gradient(gradient, compute_denominator(made, job), 1.0)
         assert float(bias) == pytest.approx(expected, abs=1e-4)
 
 
@@ -260,10 +272,10 @@ def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
     one = moved(learner())
     made = valued(one, sequences(20))
     for s in made:
-        s.extras["values"][~s.mask], s.extras["returns"][~s.mask] = 1e3, -1e3
-    _, stats = add(one.gradient(bin) for bin in make_bins(made, 40))
+        s.extras["values"][~s.loss_mask], s.extras["returns"][~s.loss_mask] = 1e3, -1e3
+    _, stats = sum_gradients(one.compute_gradient(bin) for bin in make_bins(made, 40))
     returns, values = own(made, "returns").astype(float), own(made, "values").astype(float)
-    found = update_metrics(1, 0.0, stats, 1.0)
+    found = build_update_metrics(1, 0.0, stats, 1.0)
     expected = 1 - np.var(returns - values) / np.var(returns)
     assert found["explained_variance"] == pytest.approx(expected, abs=1e-5)
     assert found["value_loss"] == pytest.approx(np.mean((returns - values) ** 2) / 2, rel=1e-4)
@@ -271,7 +283,7 @@ def test_explained_variance_is_that_of_the_tokens_that_carry_loss() -> None:
 
 def sampled(
     one: Learner, draw: np.random.Generator, count: int = 32, length: int = 5
-) -> list[Sequence]:
+) -> list[TrainingSequence]:
     """Trajectories of the learner's own policy after a prompt of one token, 0 to 3."""
     tokens = np.zeros((count, length + 1), np.int32)
     tokens[:, 0] = draw.integers(0, 4, count)
@@ -280,13 +292,13 @@ def sampled(
         with torch.no_grad():
             places = torch.arange(t + 1)[None].expand(count, -1)
             hidden = one.model(torch.from_numpy(tokens[:, : t + 1]), places, causal_attention)
-            table = one.model.logits(hidden[:, -1]).log_softmax(-1).numpy()
+            table = one.model.compute_logits(hidden[:, -1]).log_softmax(-1).numpy()
         tokens[:, t + 1] = (table + draw.gumbel(size=table.shape)).argmax(-1)
         logprobs[:, t + 1] = np.take_along_axis(table, tokens[:, t + 1, None], 1)[:, 0]
     mask, nothing = np.arange(length + 1) > 0, np.zeros(length + 1, np.int32)
     worth = (tokens[:, 1:] == 5).sum(1) + 3.0 * tokens[:, 0]
     return [
-        Sequence(row, now, mask, nothing, np.array(reward, np.float32))
+        TrainingSequence(row, now, mask, nothing, np.array(reward, np.float32))
         for row, now, reward in zip(tokens, logprobs, worth, strict=True)
     ]
 
@@ -301,8 +313,10 @@ def test_ppo_learns_what_is_rewarded_and_what_to_expect() -> None:
         shares.append(np.mean([s.tokens[1:] == 5 for s in made]))
         bins = make_bins(valued(one, made), 256)
         for _update in range(2):
-            gradient, stats = add(one.gradient(bin) for bin in bins)
-            one.apply(gradient, denominator(made, job), 1.0)
-        explained.append(update_metrics(len(bins), 0.0, stats, stats.tokens)["explained_variance"])
+            gradient, stats = sum_gradients(one.compute_gradient(bin) for bin in bins)
+            one.apply_gradient(gradient, compute_denominator(made, job), 1.0)
+        explained.append(
+            build_update_metrics(len(bins), 0.0, stats, stats.tokens)["explained_variance"]
+        )
     assert np.mean(shares[:3]) < 0.1 < 0.6 < np.mean(shares[-3:])
     assert explained[0] == pytest.approx(0.0, abs=1e-6) and np.mean(explained[-5:]) > 0.8

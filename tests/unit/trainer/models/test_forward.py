@@ -15,8 +15,19 @@ from numpy.typing import NDArray
 from meshrl.common.base.errors import BadMessage
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.bins.packing import Bin, Sequence, fill, fresh, make_bins
-from meshrl.services.trainer.models.forward import Outputs, checkpoint_layers, forward, fuse
+from meshrl.services.trainer.bins.packing import (
+    Bin,
+    TrainingSequence,
+    build_bin,
+    find_fresh_tokens,
+    make_bins,
+)
+from meshrl.services.trainer.models.forward import (
+    ForwardOutputs,
+    enable_activation_checkpointing,
+    fuse_pointwise,
+    run_forward,
+)
 from meshrl.services.trainer.models.precision import WorkingCopy
 from tests.attention import causal_attention
 
@@ -39,11 +50,11 @@ TEMPERATURE = 0.7
 def decoder(dtype: torch.dtype = torch.float32, **changes: Any) -> Decoder:
     model = Decoder(replace(CONFIG, **changes))
     model.initialise(torch.Generator().manual_seed(0))
-    fuse(model)
+    fuse_pointwise(model)
     return model.to(dtype)
 
 
-def sequences(lengths: Iterable[int], seed: int = 0) -> list[Sequence]:
+def sequences(lengths: Iterable[int], seed: int = 0) -> list[TrainingSequence]:
     random = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -51,7 +62,7 @@ def sequences(lengths: Iterable[int], seed: int = 0) -> list[Sequence]:
         mask[-1] = True
         tokens = random.integers(0, 40, length).astype(np.int32)
         made.append(
-            Sequence(tokens, np.zeros(length, np.float32), mask, np.zeros(length, np.int32))
+            TrainingSequence(tokens, np.zeros(length, np.float32), mask, np.zeros(length, np.int32))
         )
     return made
 
@@ -64,15 +75,15 @@ def gradient(model: Decoder) -> torch.Tensor:
     return torch.cat([cast(torch.Tensor, p.grad).double().reshape(-1) for p in model.parameters()])
 
 
-def one_by_one(made: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def one_by_one(made: list[TrainingSequence]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities, entropies and the gradient in float64, by the textbook."""
     model = decoder(torch.float64)
     logprobs, entropies = [], []
     for one in made:
         tokens = torch.from_numpy(one.tokens).long()
         hidden = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None], causal_attention)
-        normal = (model.logits(hidden)[0] / TEMPERATURE).log_softmax(-1)
-        where = torch.from_numpy(one.mask[1:])
+        normal = (model.compute_logits(hidden)[0] / TEMPERATURE).log_softmax(-1)
+        where = torch.from_numpy(one.loss_mask[1:])
         logprobs.append(normal.gather(1, tokens[1:, None])[:, 0][where])
         entropies.append(-(normal.exp() * normal).sum(-1)[where])
     found = torch.cat(logprobs)
@@ -80,9 +91,9 @@ def one_by_one(made: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor, torch.
     return found.detach(), torch.cat(entropies).detach(), gradient(model)
 
 
-def one_pass(model: Decoder, bin: Bin) -> Outputs:
-    out = forward(model, bin, TEMPERATURE)
-    out.logprobs.backward(slopes(len(out.places)).to(out.logprobs.dtype))
+def one_pass(model: Decoder, bin: Bin) -> ForwardOutputs:
+    out = run_forward(model, bin, TEMPERATURE)
+    out.logprobs.backward(slopes(len(out.loss_positions)).to(out.logprobs.dtype))
     return out
 
 
@@ -91,7 +102,7 @@ def one_pass(model: Decoder, bin: Bin) -> Outputs:
 def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
     made, model = sequences(lengths), decoder()
     logprobs, entropies, expected = one_by_one(made)
-    out = one_pass(model, fill(made))
+    out = one_pass(model, build_bin(made))
     torch.testing.assert_close(out.logprobs.detach().double(), logprobs, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(out.entropy.double(), entropies, atol=1e-4, rtol=1e-4)
     error = (gradient(model) - expected).norm() / expected.norm()
@@ -100,30 +111,32 @@ def test_a_bin_gives_what_its_sequences_give_alone(lengths: list[int]) -> None:
 
 def test_a_bin_repeats_to_the_last_bit_and_a_sequence_in_other_company_to_rounding() -> None:
     made = sequences([2, 3, 2, 4, 2, 64, 33])
-    bin, model, other = fill(made), decoder(), decoder()
-    forward(other, fill(made[:2]))  # what it has computed before makes no difference
+    bin, model, other = build_bin(made), decoder(), decoder()
+    run_forward(other, build_bin(made[:2]))  # what it has computed before makes no difference
     first, second = one_pass(model, bin), one_pass(other, bin)
     assert torch.equal(first.logprobs, second.logprobs)
     assert torch.equal(gradient(model), gradient(other))
     for j, one in enumerate(made):
-        alone = forward(model, fill([one]), TEMPERATURE).logprobs
-        torch.testing.assert_close(first.logprobs[first.sequence == j], alone, atol=1e-5, rtol=1e-5)
+        alone = run_forward(model, build_bin([one]), TEMPERATURE).logprobs
+        torch.testing.assert_close(
+            first.logprobs[first.sequence_ids == j], alone, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_outputs_know_their_places_and_sequences() -> None:
     made = sequences([9, 2, 30])
-    bin = fill(made)
-    out = forward(decoder(), bin)
-    assert out.places.tolist() == np.flatnonzero(bin.mask).tolist()
-    belongs = [j for j, one in enumerate(made) for trained in one.mask[1:] if trained]
-    assert out.sequence.tolist() == belongs
+    bin = build_bin(made)
+    out = run_forward(decoder(), bin)
+    assert out.loss_positions.tolist() == np.flatnonzero(bin.mask).tolist()
+    belongs = [j for j, one in enumerate(made) for trained in one.loss_mask[1:] if trained]
+    assert out.sequence_ids.tolist() == belongs
     assert out.hidden.shape == (len(belongs), 32) and out.aux_loss is None
 
 
 def test_padding_behind_the_sequences_changes_no_bit() -> None:
     made = sequences([40, 17])
-    bin = fill(made)
-    padded = fill(made)
+    bin = build_bin(made)
+    padded = build_bin(made)
     for name in ("tokens", "targets", "positions", "mask", "fresh", "behaviour", "advantage"):
         setattr(padded, name, np.pad(getattr(bin, name), (0, 13)))
     first, second = decoder(), decoder()
@@ -133,8 +146,8 @@ def test_padding_behind_the_sequences_changes_no_bit() -> None:
 
 def test_a_bin_without_sequences_has_a_gradient_of_nothing() -> None:
     model = decoder()
-    out = one_pass(model, fill([]))
-    assert len(out.places) == 0 and not gradient(model).any()
+    out = one_pass(model, build_bin([]))
+    assert len(out.loss_positions) == 0 and not gradient(model).any()
 
 
 def kept_bytes(model: Decoder, bin: Bin) -> int:
@@ -147,7 +160,7 @@ def kept_bytes(model: Decoder, bin: Bin) -> int:
 
     parameters = {p.data_ptr() for p in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = forward(model, bin)
+        out = run_forward(model, bin)
     assert out.logprobs.requires_grad
     return sum(size for at, size in kept.items() if at not in parameters)
 
@@ -156,9 +169,9 @@ def kept_bytes(model: Decoder, bin: Bin) -> int:
 def test_recomputed_layers_give_the_same_bits_and_keep_little(config: dict[str, Any]) -> None:
     if config:
         config = {"architecture": "qwen3_moe", "expert_ffn_size": 24, **config}
-    bin = fill(sequences([100, 60, 33]))
+    bin = build_bin(sequences([100, 60, 33]))
     plain, again = decoder(layers=4, **config), decoder(layers=4, **config)
-    checkpoint_layers(again)
+    enable_activation_checkpointing(again)
     assert [n for n, _ in plain.named_parameters()] == [n for n, _ in again.named_parameters()]
     outs = [one_pass(model, bin) for model in (plain, again)]
     assert torch.equal(outs[0].logprobs, outs[1].logprobs)
@@ -169,7 +182,7 @@ def test_recomputed_layers_give_the_same_bits_and_keep_little(config: dict[str, 
 def narrow(masters: Decoder) -> tuple[WorkingCopy, list[torch.Tensor]]:
     copy = WorkingCopy(masters, torch.bfloat16)
     sums = [torch.zeros_like(p) for p in masters.parameters()]
-    copy.collect([*sums])
+    copy.set_gradient_sums([*sums])
     return copy, sums
 
 
@@ -177,7 +190,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
     made = sequences([100, 60, 33])
     logprobs, entropies, expected = one_by_one(made)
     copy, sums = narrow(decoder())
-    out = one_pass(copy.model, fill(made))
+    out = one_pass(copy.model, build_bin(made))
     assert out.logprobs.dtype == torch.float32 and out.hidden.dtype == torch.bfloat16
     torch.testing.assert_close(out.logprobs.detach().double(), logprobs, atol=0.05, rtol=0)
     torch.testing.assert_close(out.entropy.double(), entropies, atol=0.05, rtol=0)
@@ -189,7 +202,7 @@ def test_bfloat16_passes_are_near_float64_and_their_sums_are_float32() -> None:
 @pytest.mark.deep
 def test_many_small_gradients_do_not_vanish_in_their_sum() -> None:
     """In bfloat16 a sum stands still once it is 256 times what is added."""
-    bin = fill(sequences([20]))
+    bin = build_bin(sequences([20]))
     copy, sums = narrow(decoder())
     one_pass(copy.model, bin)
     once = [s.clone() for s in sums]
@@ -210,12 +223,12 @@ def test_a_copy_takes_over_what_the_masters_have_become() -> None:
         assert torch.equal(narrowed, p.bfloat16())
 
 
-def sequence(length: int, seed: int = 0, version: int = 0) -> Sequence:
+def sequence(length: int, seed: int = 0, version: int = 0) -> TrainingSequence:
     random = np.random.default_rng(seed)
-    return Sequence(
+    return TrainingSequence(
         tokens=random.integers(0, 64, length).astype(np.int32),
         logprobs=random.normal(size=length).astype(np.float32),
-        mask=random.random(length) < 0.5,
+        loss_mask=random.random(length) < 0.5,
         versions=np.full(length, version, np.int32),
         advantages=random.normal(size=length).astype(np.float32),
         extras={"reference": random.normal(size=length).astype(np.float32)},
@@ -242,7 +255,7 @@ def test_every_sequence_is_in_the_bins_once_and_whole(lengths: list[int], budget
         part = found[tuple(one.tokens)]
         assert (part["targets"] == one.tokens[1:]).all()
         assert (part["positions"] == np.arange(len(one.tokens) - 1)).all()
-        assert (part["mask"] == one.mask[1:]).all()
+        assert (part["mask"] == one.loss_mask[1:]).all()
         assert (part["behaviour"] == one.logprobs[1:]).all()
         assert (part["advantage"] == one.advantages[1:]).all()
         assert (part["extra.reference"] == one.extras["reference"][1:]).all()
@@ -250,28 +263,28 @@ def test_every_sequence_is_in_the_bins_once_and_whole(lengths: list[int], budget
 
 def test_tokens_are_fresh_while_all_before_them_is_of_the_trained_version() -> None:
     one = sequence(6)
-    one.mask = np.array([False, True, True, False, True, True])
+    one.loss_mask = np.array([False, True, True, False, True, True])
     one.versions = np.array([-1, 3, 3, -1, 2, 3], np.int32)
-    assert fresh(one, 3).tolist() == [False, True, True, False, False, False]
-    assert not fresh(one, 2).any() and not fresh(one, -1).any()
+    assert find_fresh_tokens(one, 3).tolist() == [False, True, True, False, False, False]
+    assert not find_fresh_tokens(one, 2).any() and not find_fresh_tokens(one, -1).any()
 
 
 def test_a_prompt_of_another_version_leaves_nothing_fresh() -> None:
     one = sequence(4)
-    one.mask = np.array([False, False, True, True])
+    one.loss_mask = np.array([False, False, True, True])
     one.versions = np.array([1, 1, 2, 2], np.int32)
-    assert not fresh(one, 2).any()
+    assert not find_fresh_tokens(one, 2).any()
 
 
 def test_a_number_that_an_abandoned_lineage_gave_to_other_weights_is_not_fresh() -> None:
     one = sequence(4)
-    one.mask = np.array([False, True, True, True])
+    one.loss_mask = np.array([False, True, True, True])
     one.versions = np.array([-1, 9, 9, 9], np.int32)
-    assert fresh(one, 9).sum() == 3
-    one.foreign_above = 8
-    assert not fresh(one, 9).any()
+    assert find_fresh_tokens(one, 9).sum() == 3
+    one.abandoned_above = 8
+    assert not find_fresh_tokens(one, 9).any()
     one.versions = np.array([-1, 8, 8, 9], np.int32)
-    assert fresh(one, 8).tolist() == [False, True, True, False]
+    assert find_fresh_tokens(one, 8).tolist() == [False, True, True, False]
 
 
 def test_a_bin_survives_the_wire() -> None:
@@ -281,7 +294,7 @@ def test_a_bin_survives_the_wire() -> None:
         array.flags.writeable = False  # as buffers of a frame are
     again = Bin.from_arrays(arrays)
     assert all((array == arrays[name]).all() for name, array in again.to_arrays().items())
-    assert again.trained == bin.trained and again.tokens.flags.writeable
+    assert again.loss_token_count == bin.loss_token_count and again.tokens.flags.writeable
 
 
 def test_arrays_that_are_no_bin_are_refused() -> None:

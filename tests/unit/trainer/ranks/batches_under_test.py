@@ -13,8 +13,8 @@ from torch import Tensor
 from meshrl.common.job.config import AlgorithmConfig, LoraConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.arithmetic.learner import Learner
-from meshrl.services.trainer.bins.packing import Bin, Sequence, make_bins
+from meshrl.services.trainer.bins.packing import Bin, TrainingSequence, make_bins
+from meshrl.services.trainer.learner.learner import Learner
 
 STEPS = 4
 MODEL_SEED = 7
@@ -99,13 +99,13 @@ def fresh_learner(variant: str) -> Learner:
     chosen = variant_of(variant)
     learner = Learner(fresh_model(variant), OPTIMIZER, chosen.algorithm, dtype=chosen.dtype)
     if chosen.adapters.rank:
-        learner.adapt(chosen.adapters, seed=3)
+        learner.add_adapters(chosen.adapters, seed=3)
     return learner
 
 
 def given_weights(variant: str) -> dict[str, Tensor]:
     """What training begins with in place of the model's own."""
-    return {name: 0.9 * tensor for name, tensor in fresh_learner(variant).weights().items()}
+    return {name: 0.9 * tensor for name, tensor in fresh_learner(variant).get_weights().items()}
 
 
 def bins_of_step(step: int) -> list[Bin]:
@@ -117,13 +117,13 @@ def bins_of_step(step: int) -> list[Bin]:
     ]
 
 
-def sequence(random: np.random.Generator, step: int) -> Sequence:
+def sequence(random: np.random.Generator, step: int) -> TrainingSequence:
     length = int(random.integers(8, 40))
     mask = np.arange(length) >= 3
-    return Sequence(
+    return TrainingSequence(
         tokens=random.integers(0, VOCABULARY, length).astype(np.int32),
         logprobs=np.where(mask, -3.6 + 0.1 * random.standard_normal(length), 0).astype(np.float32),
-        mask=mask,
+        loss_mask=mask,
         versions=np.where(mask, step, -1).astype(np.int32),
         advantages=np.array(random.standard_normal(), np.float32),
         extras={

@@ -20,14 +20,14 @@ import torch._dynamo  # which FSDP imports in each process, for two CPU-seconds
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from meshrl.common.api.ranks import Meeting
-from meshrl.common.base.files import kept
-from meshrl.common.base.files.kept import File
-from meshrl.common.model.files.source import batches
-from meshrl.common.weights.ways.meeting import listen, place_of
-from meshrl.services.trainer.ranks.rank import Rank, filler
-from meshrl.services.trainer.ranks.saving import write
-from meshrl.services.trainer.rows.saved import MASTER, SavedRows
+from meshrl.common.api.ranks import Rendezvous
+from meshrl.common.base.files import offloaded_tensors
+from meshrl.common.base.files.offloaded_tensors import OffloadFile
+from meshrl.common.model.files.tensor_source import batch_by_bytes
+from meshrl.common.weights.transports.rendezvous import format_rendezvous_url, open_listener
+from meshrl.services.trainer.ranks.rank import Rank, make_filler_bin
+from meshrl.services.trainer.ranks.row_tasks import write_rows
+from meshrl.services.trainer.rows.saved_rows import MASTER_PREFIX, SavedRows
 from tests.load import scaled
 from tests.unit.trainer.forking import fork_all
 from tests.unit.trainer.handing_over import load_state
@@ -52,7 +52,7 @@ def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
     if rank.rank:
         return
     found, plain = whole(rank, place), fresh_learner(variant)
-    expected = named(plain.weights()) | plain.optimizer_state()
+    expected = named(plain.get_weights()) | plain.copy_optimizer_state()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
     decoder = rank.learner.model
@@ -61,17 +61,17 @@ def assert_begins_whole(rank: Rank, variant: str, place: Path) -> None:
 
 def named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """As they are called where a checkpoint keeps them."""
-    return {MASTER + name: tensor for name, tensor in weights.items()}
+    return {MASTER_PREFIX + name: tensor for name, tensor in weights.items()}
 
 
 def outline(rank: Rank) -> dict[str, torch.Tensor]:
-    return named(rank.learner.outline(False)) | dict(rank.learner.outline(True))
+    return named(rank.learner.get_meta_tensors(False)) | dict(rank.learner.get_meta_tensors(True))
 
 
 def keep(rank: Rank, place: Path) -> None:
     """Each rank writes its rows of all, some tensors to a file; returns when all have."""
-    for number, names in enumerate(batches(outline(rank), SOME_BYTES)):
-        write(rank, place, names, number, masters=True)
+    for number, names in enumerate(batch_by_bytes(outline(rank), SOME_BYTES)):
+        write_rows(rank, place, names, number, include_masters=True)
     dist.barrier()
 
 
@@ -86,25 +86,27 @@ def weights_of(rank: Rank, place: Path) -> dict[str, torch.Tensor]:
     """All of them, as every rank knows them."""
     keep(rank, place)
     found = whole(rank, place)
-    return {name: found[MASTER + name] for name in rank.learner.outline(False)}
+    return {name: found[MASTER_PREFIX + name] for name in rank.learner.get_meta_tensors(False)}
 
 
 def restore(rank: Rank, place: Path) -> None:
     """It has its rows of what was kept, whoever did."""
     saved = SavedRows(place)
-    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER + name, part))
+    rank.learner.restore(saved, lambda name, part: saved.fill(MASTER_PREFIX + name, part))
 
 
 def take(rank: Rank, given: dict[str, torch.Tensor]) -> None:
     """What rank 0 was given."""
-    rank.learner.take(list(rank.learner.outline(False)), None if rank.rank else given)
+    rank.learner.scatter_weights(
+        list(rank.learner.get_meta_tensors(False)), None if rank.rank else given
+    )
 
 
 def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.socket]) -> None:
     torch.set_num_threads(1)
     for variant in doors:
         rank = Rank(partial(sharded_learner, variant), number, ranks, "cpu")
-        rank.form(Meeting(1, str(directory / f"{variant}-first"), scaled(60.0)))
+        rank.join(Rendezvous(1, str(directory / f"{variant}-first"), scaled(60.0)))
         assert_begins_whole(rank, variant, directory / f"{variant}-begun")
         take(rank, given_weights(variant))
         norms = []
@@ -114,8 +116,8 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
                 keep(rank, halfway)
                 rank.leave()
                 door = doors[variant]
-                second = Meeting(2, place_of(door, variant), scaled(60.0))
-                rank.form(second, "lo", door if number == 0 else None)
+                second = Rendezvous(2, format_rendezvous_url(door, variant), scaled(60.0))
+                rank.join(second, "lo", door if number == 0 else None)
                 restore(rank, halfway)
             norms.append(train(rank, step, variant, directory))
         ended = directory / f"{variant}-ended"
@@ -125,7 +127,9 @@ def train_all(number: int, ranks: int, directory: Path, doors: dict[str, socket.
         save_file({"scores": scores}, directory / f"{variant}{number}.safetensors")
         if number == 0:
             found = whole(rank, ended)
-            weights = {n: found.pop(MASTER + n) for n in rank.learner.outline(False)}
+            weights = {
+                n: found.pop(MASTER_PREFIX + n) for n in rank.learner.get_meta_tensors(False)
+            }
             save_file({**weights, "norms": torch.tensor(norms)}, directory / f"{variant}.weights")
             save_file(found, directory / f"{variant}.state")
         rank.leave()
@@ -135,41 +139,41 @@ def train(rank: Rank, step: int, variant: str, directory: Path) -> float:
     bins = bins_of_step(step)
     rounds = [bins[i : i + rank.ranks] for i in range(0, len(bins), rank.ranks)]
     weights = weights_of(rank, directory / f"{variant}-{step}")
-    rank.begin()
+    rank.begin_step()
     for index, of_round in enumerate(rounds):
         if index == 1 and not has_critic(variant):  # a critic's weights are nowhere but in the core
             hybrid = fresh_learner(variant)
             hybrid.load_weights(weights)
-            gradient, _ = hybrid.round_gradient(of_round)
-            rank.keeping()(index, gradient.numpy())
+            gradient, _ = hybrid.compute_round_gradient(of_round)
+            rank.make_gradient_adder()(index, gradient.numpy())
         else:
-            of_round += [filler(of_round[0])] * (rank.ranks - len(of_round))
-            rank.compute(index, [of_round[rank.rank]])
+            of_round += [make_filler_bin(of_round[0])] * (rank.ranks - len(of_round))
+            rank.compute_round(index, [of_round[rank.rank]])
     nap(rank, directory / f"{rank.rank}.kept")
-    return rank.apply(len(rounds), 100.0, 1.0)
+    return rank.apply_gradient(len(rounds), 100.0, 1.0)
 
 
 def nap(rank: Rank, place: Path) -> None:
     """Its rows and the step's gradient go to a file and come back; meanwhile there are none."""
-    memory = rank.memory(gradients=True)
-    tensors = rank.learner.tensors()
+    memory = rank.collect_memory(include_gradients=True)
+    tensors = rank.learner.get_tensors()
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    file = File(place, fresh=True)
-    kept.keep(file, {}, memory.kept)
-    memory.give_back()
+    file = OffloadFile(place, create=True)
+    offloaded_tensors.offload(file, {}, memory.offloaded)
+    memory.release()
     left = [n for n, t in tensors.items() if t.untyped_storage().nbytes()]
     assert not left, left
-    memory.take_again()
-    for name in memory.kept.sizes:
-        memory.kept.write(name, 0, np.full(memory.kept.sizes[name], 255, np.uint8))
-    kept.take(file, kept.head_of(file), memory.kept)
-    memory.filled()
+    memory.reallocate()
+    for name in memory.offloaded.sizes_bytes:
+        memory.offloaded.write(name, 0, np.full(memory.offloaded.sizes_bytes[name], 255, np.uint8))
+    offloaded_tensors.restore(file, offloaded_tensors.read_header(file), memory.offloaded)
+    memory.refresh_derived()
     file.close()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
 
 
 def main(ranks: int, directory: Path, variants: Sequence[str]) -> int:
-    doors = {variant: listen("127.0.0.1", range(1)) for variant in variants}
+    doors = {variant: open_listener("127.0.0.1", range(1)) for variant in variants}
     return fork_all(lambda number: train_all(number, ranks, directory, doors), ranks)
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl.services.trainer.arithmetic.learner import Learner, add
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
 from tests.unit.trainer.forking import run_program
 from tests.unit.trainer.ranks.batches_under_test import (
     SHARED,
@@ -31,8 +31,8 @@ def one_process(variant: str) -> tuple[Learner, list[float]]:
     learner.load_weights(given_weights(variant))
     norms = []
     for step in range(STEPS):
-        gradient, _ = add(learner.gradient(bin) for bin in bins_of_step(step))
-        norms.append(learner.apply(gradient, 100.0, 1.0))
+        gradient, _ = sum_gradients(learner.compute_gradient(bin) for bin in bins_of_step(step))
+        norms.append(learner.apply_gradient(gradient, 100.0, 1.0))
     return learner, norms
 
 
@@ -71,8 +71,8 @@ def assert_trained_as_one_process(variant: str, directory: Path, ranks: int) -> 
         torch.testing.assert_close(weights["norms"], torch.tensor(norms), rtol=0.03, atol=0)
         return
     torch.testing.assert_close(weights.pop("norms"), torch.tensor(norms))
-    assert_alike(weights, learner.weights())
-    assert_alike(load_file(directory / f"{variant}.state"), learner.optimizer_state())
+    assert_alike(weights, learner.get_weights())
+    assert_alike(load_file(directory / f"{variant}.state"), learner.copy_optimizer_state())
     for rank in range(ranks):
         scores = load_file(directory / f"{variant}{rank}.safetensors")["scores"]
         what = "values" if has_critic(variant) else "logprobs"

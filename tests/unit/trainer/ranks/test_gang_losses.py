@@ -14,25 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshrl.common.api.calls.role import Settled
+from meshrl.common.api.calls.role import TierUsage
 from meshrl.common.api.ranks import (
-    LentGradient,
-    Meeting,
+    AddGradient,
+    BinScores,
+    RankFault,
     Ranks,
+    Rendezvous,
+    RestoreResult,
     RoundStats,
-    RowsRestored,
-    SavedFiles,
-    Scores,
-    StagedRows,
-    StandsBy,
-    Trouble,
+    SavingResult,
+    StagingResult,
+    StandbyAnswer,
     rank_name,
 )
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import (
     BadMessage,
     ConfigError,
-    Damaged,
+    CorruptData,
     Fenced,
     MeshError,
     NotFound,
@@ -42,20 +42,20 @@ from meshrl.common.base.errors import (
     RemoteFailure,
     StorageFull,
 )
-from meshrl.common.base.files.kept import Content, Resumable
+from meshrl.common.base.files.offloaded_tensors import OffloadSource, OffloadTarget
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.weights.layout.laying import How
-from meshrl.common.weights.ways.meeting import NoPort
-from meshrl.services.trainer.arithmetic.stats import BinStats
-from meshrl.services.trainer.compute.gradient_transfer import read
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.gang.group import RankGroup
-from meshrl.services.trainer.gang.saving import GangSaving, LocalSaving
-from meshrl.services.trainer.ranks.rank import Rank, join_group, of_the_group
-from meshrl.services.trainer.sharding.learners import ShardedLearner
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.weights.layout.chunk_builder import StagingOptions
+from meshrl.common.weights.transports.rendezvous import NoRendezvousPort
+from meshrl.services.trainer.compute.gradient_transfer import map_gradient_file
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.gang.rank_group import RankGroup
+from meshrl.services.trainer.gang.state_writers import GangStateWriter, LocalStateWriter
+from meshrl.services.trainer.learner.stats import BinStats
+from meshrl.services.trainer.ranks.rank import Rank, is_collective_error, join_group
+from meshrl.services.trainer.sharding.learners import FsdpLearner
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import on_sockets
 from tests.unit.trainer.ranks.batches_under_test import OPTIMIZER, VARIANTS, bins_of_step
@@ -67,11 +67,11 @@ JOB = "job"
 class FirstRank(Rank):
     """The rank 0 of two, whose process group has itself alone: the other one only answers."""
 
-    def form(
-        self, meeting: Meeting, interface: str = "lo", door: socket.socket | None = None
+    def join(
+        self, rendezvous: Rendezvous, interface: str = "lo", listener: socket.socket | None = None
     ) -> None:
-        self._learner = self._make(join_group(meeting, 0, 1, "cpu", interface, door))
-        self.begin()
+        self._learner = self._make_learner(join_group(rendezvous, 0, 1, "cpu", interface, listener))
+        self.begin_step()
 
 
 class OtherRank(Actor):
@@ -84,34 +84,34 @@ class OtherRank(Actor):
         self.ordered: dict[str, list[Any]] = defaultdict(list)
         self.given: dict[int, np.ndarray[Any, Any]] = {}
         self.answers: dict[str, Any] = {
-            "stand_by": StandsBy("", ""),
-            "compute": RoundStats([asdict(BinStats(tokens=1))]),
-            "keep": self._keep,
-            "apply": 0.0,
-            "score": lambda part: Scores(np.zeros(len(part.bin["tokens"]), np.float32)),
-            "staged": StagedRows(),
-            "save": Trouble(),
-            "saved": SavedFiles(),
-            "restore": RowsRestored(),
-            "settle": Settled(0, 0, 0),
+            "stand_by": StandbyAnswer("", ""),
+            "compute_round": RoundStats([asdict(BinStats(tokens=1))]),
+            "add_gradient": self._keep,
+            "apply_gradient": 0.0,
+            "score_bin": lambda part: BinScores(np.zeros(len(part.bin["tokens"]), np.float32)),
+            "finish_staging": StagingResult(),
+            "save_rows": RankFault(),
+            "finish_saving": SavingResult(),
+            "restore_rows": RestoreResult(),
+            "set_tier": TierUsage(0, 0, 0),
             "drain": None,
         }
 
-    def _keep(self, lent: LentGradient) -> None:
-        self.given[lent.index] = np.array(read(lent.path, lent.size))
+    def _keep(self, lent: AddGradient) -> None:
+        self.given[lent.index] = np.array(map_gradient_file(lent.path, lent.element_count))
 
     def answer(self, name: str, order: Any) -> Any:
         self.ordered[name].append(order)
         found = self.answers.get(name)
         found = found(order) if callable(found) else found
-        name = f"rest {order.what}" if name == "rest" else name
+        name = f"rest {order.action}" if name == "execute_sleep_order" else name
         if name in self.raises:
             raise self.raises[name]
         return found
 
     @property
     def rested(self) -> list[str]:
-        return [order.what for order in self.ordered["rest"]]
+        return [order.action for order in self.ordered["execute_sleep_order"]]
 
 
 def answering(name: str, method: Any) -> Any:
@@ -129,12 +129,14 @@ class Gang:
     """A core's gang of two."""
 
     def __init__(self, mesh: Mesh, other: OtherRank, directory: Path) -> None:
-        def make(group: Any) -> ShardedLearner:
+        def make(group: Any) -> FsdpLearner:
             return sharded_learner("plain", group)
 
         self.other, self.directory = other, directory
         self.rank = FirstRank(make, 0, 2, "cpu")
-        self.compute = Compute(mesh, JOB, self.rank, meetings=directory, group_s=scaled(20.0))
+        self.compute = GangCompute(
+            mesh, JOB, self.rank, rendezvous_dir=directory, collective_timeout_s=scaled(20.0)
+        )
 
     @property
     def in_a_group(self) -> bool:
@@ -147,7 +149,7 @@ class Gang:
 @pytest.fixture
 async def gang(tmp_path: Path) -> AsyncIterator[Gang]:
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
 
     def mesh(name: str) -> Mesh:
         return on_sockets(name, state, clock)
@@ -157,7 +159,7 @@ async def gang(tmp_path: Path) -> AsyncIterator[Gang]:
     await elsewhere.join(other)
     await core.join(None)
     made = Gang(core, other, tmp_path)
-    await made.compute.form()
+    await made.compute.form_group()
     yield made
     made.rank.leave()
     await core.leave()
@@ -171,65 +173,67 @@ def a_round() -> list[Any]:
 
 async def test_a_lost_rank_ends_the_group_and_a_new_one_goes_on(gang: Gang) -> None:
     for lost in (Fenced("an order of an earlier generation"), RankLost("a collective failed")):
-        gang.other.raises["compute"] = lost
+        gang.other.raises["compute_round"] = lost
         with pytest.raises(RankLost, match=str(lost)):
-            await gang.compute.compute(0, a_round())
+            await gang.compute.compute_round(0, a_round())
         assert not gang.in_a_group
         with pytest.raises(RankLost, match=str(lost)):  # until it is formed again
-            await gang.compute.begin()
+            await gang.compute.begin_step()
         gang.other.raises.clear()
-        await gang.compute.form()
-        await gang.compute.begin()
-        stats = await gang.compute.compute(0, a_round())
+        await gang.compute.form_group()
+        await gang.compute.begin_step()
+        stats = await gang.compute.compute_round(0, a_round())
         assert stats.tokens == a_round()[0].mask.sum() + 1
 
 
 async def test_another_ranks_mistake_is_raised_as_what_it_is(gang: Gang) -> None:
-    gang.other.raises["compute"] = TypeError("not a tensor")
+    gang.other.raises["compute_round"] = TypeError("not a tensor")
     with pytest.raises(RemoteFailure, match="TypeError: not a tensor"):
-        await gang.compute.compute(0, a_round())
+        await gang.compute.compute_round(0, a_round())
     assert not gang.in_a_group
-    gang.other.raises = {"form": TypeError("not a path")}
+    gang.other.raises = {"form_group": TypeError("not a path")}
     with pytest.raises(RemoteFailure, match="not a path"):  # at once, and not once more
-        await gang.compute.form()
+        await gang.compute.form_group()
 
 
 async def test_the_next_group_leaves_what_a_lost_one_began(gang: Gang, tmp_path: Path) -> None:
-    names = list(gang.compute.outline)[:2]
-    staging = gang.compute.staging(How("F32", 1 << 20), "a version")
-    saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
+    names = list(gang.compute.meta_tensors)[:2]
+    staging = gang.compute.create_staging(StagingOptions("F32", 1 << 20), "a version")
+    saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=False)
     await staging.copy(names, 0, 1)
-    await saving.copy(list(saving.outline)[:2], 0)
-    assert gang.other.ordered["stage"][0].names == names
-    await gang.compute.form()
+    await saving.copy(list(saving.meta_tensors)[:2], 0)
+    assert gang.other.ordered["stage_rows"][0].tensor_names == names
+    await gang.compute.form_group()
     for going_on in (
         staging.copy(names, 0, 1),
-        staging.end(),
-        saving.copy(list(saving.outline)[:2], 1),
-        saving.end(),
+        staging.finish(),
+        saving.copy(list(saving.meta_tensors)[:2], 1),
+        saving.finish(),
     ):
         with pytest.raises(RankLost, match="formed anew"):
             await going_on
     await staging.close()
     assert gang.in_a_group
-    await gang.compute.begin()
+    await gang.compute.begin_step()
 
 
-@pytest.mark.parametrize("order", ["stage", "staged"])
+@pytest.mark.parametrize("order", ["stage_rows", "finish_staging"])
 async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_one_stages_anew(
     gang: Gang, order: str
 ) -> None:
-    names = list(gang.compute.outline)
+    names = list(gang.compute.meta_tensors)
 
     async def staged() -> None:
-        staging = gang.compute.staging(How("BF16", 1 << 20, write=False), "a version")
+        staging = gang.compute.create_staging(
+            StagingOptions("BF16", 1 << 20, write_chunks=False), "a version"
+        )
         try:
             await staging.copy(names, 0, 1)
-            await staging.settled()
-            own, _ = await staging.end()
+            await staging.wait_until_written()
+            own, _ = await staging.finish()
         finally:
             await staging.close()
-        assert {piece.name for piece in own.pieces} == own.masters.keys() == set(names)
+        assert {piece.name for piece in own.pieces} == own.masters_parts.keys() == set(names)
 
     await staged()
     gang.other.raises[order] = PeerLost("the rank was killed")
@@ -237,24 +241,24 @@ async def test_a_rank_that_is_lost_while_it_stages_ends_the_group_and_the_next_o
         await staged()
     assert not gang.in_a_group
     gang.other.raises.clear()
-    await gang.compute.form()
+    await gang.compute.form_group()
     await staged()
 
 
 async def test_what_hinders_a_rank_is_told_as_what_it_is(gang: Gang, tmp_path: Path) -> None:
     """It is mended then, by the same group."""
-    saving = gang.compute.saving(tmp_path / "scratch/state", masters=True)
-    await saving.copy(list(saving.outline), 0)
-    await saving.end()
+    saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=True)
+    await saving.copy(list(saving.meta_tensors), 0)
+    await saving.finish()
     about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
-    for kind in (Damaged, NotFound):
-        gang.other.answers["restore"] = RowsRestored(
-            Trouble(kind.code, "a chunk is gone", "/somewhere")
+    for kind in (CorruptData, NotFound):
+        gang.other.answers["restore_rows"] = RestoreResult(
+            RankFault(kind.code, "a chunk is gone", "/somewhere")
         )
         with pytest.raises(kind, match="a chunk is gone") as told:
             await gang.compute.restore(*about, tmp_path / "scratch/state")
         assert told.value.where == "/somewhere" and gang.in_a_group
-    gang.other.answers["restore"] = RowsRestored()
+    gang.other.answers["restore_rows"] = RestoreResult()
     await gang.compute.restore(*about, tmp_path / "scratch/state")
 
 
@@ -263,13 +267,13 @@ async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_somethin
 ) -> None:
     whole, cut_short = tmp_path / "whole/state", tmp_path / "cut/state"
     for path in (whole, cut_short):
-        saving = gang.compute.saving(path, masters=True)
-        await saving.copy(list(saving.outline), 0)
-        await saving.end()
+        saving = gang.compute.create_saver(path, include_masters=True)
+        await saving.copy(list(saving.meta_tensors), 0)
+        await saving.finish()
     (part,) = cut_short.iterdir()
     os.truncate(part, part.stat().st_size - 8)
     about = "step-000-000001-00000000", {"state/part": "digest"}, "manifest"
-    with pytest.raises(Damaged, match="cut short"):
+    with pytest.raises(CorruptData, match="cut short"):
         await gang.compute.restore(*about, cut_short)
     assert gang.in_a_group
     await gang.compute.restore(*about, whole)
@@ -278,30 +282,32 @@ async def test_what_rank_0_finds_damaged_is_told_and_the_group_restores_somethin
 async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
     gang: Gang, tmp_path: Path
 ) -> None:
-    def saving(name: str) -> LocalSaving | GangSaving:
-        return gang.compute.saving(tmp_path / name / "state", masters=True)
+    def saving(name: str) -> LocalStateWriter | GangStateWriter:
+        return gang.compute.create_saver(tmp_path / name / "state", include_masters=True)
 
-    first, *rest = list(saving("names").outline)
+    first, *rest = list(saving("names").meta_tensors)
     (tmp_path / "own").write_bytes(b"no directory")
     with pytest.raises(OSError, match=r"NotADirectoryError.*own"):
         await saving("own").copy([first], 0)
-    full = Trouble(StorageFull.code, "no room for a checkpoint", "/there", "free some")
-    gang.other.answers["save"] = full
+    full = RankFault(StorageFull.code, "no room for a checkpoint", "/there", "free some")
+    gang.other.answers["save_rows"] = full
     with pytest.raises(StorageFull, match="no room") as told:
         await saving("full").copy([first], 0)
     assert told.value.where == "/there" and told.value.fix == "free some"
-    gang.other.answers["save"] = Trouble()
-    gang.other.answers["saved"] = SavedFiles(trouble=Trouble("os_error", "OSError: [Errno 5]"))
+    gang.other.answers["save_rows"] = RankFault()
+    gang.other.answers["finish_saving"] = SavingResult(
+        fault=RankFault("os_error", "OSError: [Errno 5]")
+    )
     unread = saving("unread")
     await unread.copy([first], 0)
     with pytest.raises(OSError, match="Errno 5"):
-        await unread.end()
-    left = [SavedFiles(), *[SavedFiles(goes_on=True)] * 2]
-    gang.other.answers["saved"] = lambda order: left.pop()
+        await unread.finish()
+    left = [SavingResult(), *[SavingResult(in_progress=True)] * 2]
+    gang.other.answers["finish_saving"] = lambda order: left.pop()
     whole = saving("whole")
     await whole.copy([first], 0)
     await whole.copy(rest, 1)
-    await whole.end()
+    await whole.finish()
     assert gang.in_a_group and not left
 
 
@@ -309,12 +315,12 @@ async def test_a_checkpoint_that_cannot_be_written_leaves_the_group_as_it_is(
     "name", ["../../id", "/etc/x", "part-00000-00000.safetensors", "part-00001-00000.safetensors/x"]
 )
 async def test_a_rank_decides_on_no_file_but_its_own(gang: Gang, tmp_path: Path, name: str) -> None:
-    saving = gang.compute.saving(tmp_path / "scratch/state", masters=False)
-    await saving.copy(list(saving.outline), 0)
+    saving = gang.compute.create_saver(tmp_path / "scratch/state", include_masters=False)
+    await saving.copy(list(saving.meta_tensors), 0)
     before = files_of(tmp_path)
-    gang.other.answers["saved"] = SavedFiles({name: "0" * 64})
+    gang.other.answers["finish_saving"] = SavingResult({name: "0" * 64})
     with pytest.raises(BadMessage, match="no file of rank 1's rows"):
-        await saving.end()
+        await saving.finish()
     assert files_of(tmp_path) == before and gang.in_a_group
 
 
@@ -327,26 +333,26 @@ async def test_an_error_of_an_earlier_group_leaves_the_next_one_as_it_is(gang: G
         raise PeerLost("the rank was killed")
 
     group = gang.compute._group
-    late = asyncio.create_task(group.or_lost(order()))
+    late = asyncio.create_task(group.run_guarded(order()))
     await asked.wait()
-    await gang.compute.form()
+    await gang.compute.form_group()
     failed.set()
     with pytest.raises(RankLost, match="was killed"):
         await late
     assert gang.in_a_group
-    await gang.compute.begin()
+    await gang.compute.begin_step()
 
 
 async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_path: Path) -> None:
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         settings = MeshSettings(state.url, "", host="here", bind=bind, interface="lo")
         core = on_sockets(f"trainer/{JOB}", state, clock, settings=settings)
         elsewhere = on_sockets(rank_name(JOB, 1), state, clock)
         other = OtherRank()
-        other.answers["stand_by"] = StandsBy("elsewhere", "127.0.0.1")
+        other.answers["stand_by"] = StandbyAnswer("elsewhere", "127.0.0.1")
         await elsewhere.join(other)
         await core.join(None)
         rank, far = Gang(core, other, tmp_path).rank, list[int]()
@@ -355,10 +361,10 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
             far.extend(ranks)
 
         group = RankGroup(
-            core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, ended=lambda: None
+            core, JOB, rank, tmp_path, scaled(20.0), prepare=prepare, on_loss=lambda: None
         )
         async with asyncio.timeout(scaled(60.0)):
-            with pytest.raises(NoPort, match=bind.rpartition(":")[2]):
+            with pytest.raises(NoRendezvousPort, match=bind.rpartition(":")[2]):
                 await group.form()
         assert far == [1] and len(other.ordered["stand_by"]) == 1 and not group.generation
     await core.leave()
@@ -368,21 +374,21 @@ async def test_a_gang_over_hosts_without_a_port_to_meet_at_says_so_at_once(tmp_p
 
 async def test_a_mistake_of_rank_0_ends_the_group_and_one_in_the_job_does_not(gang: Gang) -> None:
     first, second = a_round()
-    gang.other.raises["compute"] = ConfigError("the job cannot be")
+    gang.other.raises["compute_round"] = ConfigError("the job cannot be")
     with pytest.raises(ConfigError):
-        await gang.compute.compute(0, [first, second])
+        await gang.compute.compute_round(0, [first, second])
     assert gang.in_a_group
     gang.other.raises.clear()
     wrong = replace(first, tokens=first.tokens + 10_000)  # in no vocabulary
     with pytest.raises(IndexError):
-        await gang.compute.compute(1, [wrong, second])
+        await gang.compute.compute_round(1, [wrong, second])
     assert not gang.in_a_group
 
 
 async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
-    gradient = np.arange(gang.compute.size, dtype=np.float32)
-    await gang.compute.keep(0, gradient)
-    norm = await gang.compute.apply(1, 1.0, 1.0)
+    gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
+    await gang.compute.add_gradient(0, gradient)
+    norm = await gang.compute.apply_gradient(1, 1.0, 1.0)
     assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
     assert gang.other.given[0].tobytes() == gradient.tobytes()
     assert not [path for path in (gang.directory / "lent").rglob("*") if path.is_file()]
@@ -390,8 +396,8 @@ async def test_all_ranks_are_lent_a_hybrids_gradient(gang: Gang) -> None:
 
 async def test_all_ranks_take_other_settings_until_the_gang_forms_anew(gang: Gang) -> None:
     algorithm = replace(VARIANTS["plain"].algorithm, clip_high=0.5)
-    await gang.compute.adopt(algorithm, replace(OPTIMIZER, muon_lr=0.25))
-    [order] = gang.other.ordered["adopt"]
+    await gang.compute.update_settings(algorithm, replace(OPTIMIZER, muon_lr=0.25))
+    [order] = gang.other.ordered["update_settings"]
     assert (order.algorithm["clip_high"], order.optimizer["muon_lr"]) == (0.5, 0.25)
     assert gang.in_a_group
 
@@ -403,21 +409,23 @@ async def test_all_ranks_take_other_settings_until_the_gang_forms_anew(gang: Gan
 async def test_a_gradient_that_a_rank_cannot_take_ends_the_group_and_is_told(
     gang: Gang, raised: Exception, told: type[MeshError]
 ) -> None:
-    gang.other.raises["keep"] = raised
-    size = gang.compute.size
+    gang.other.raises["add_gradient"] = raised
+    size = gang.compute.parameter_count
     for index in (0, 1):  # the failure of one breaks the other one off
-        await gang.compute.keep(index, np.ones(size, np.float32))
+        await gang.compute.add_gradient(index, np.ones(size, np.float32))
     with pytest.raises(told, match=str(raised)):
-        await gang.compute.apply(2, 1.0, 1.0)
+        await gang.compute.apply_gradient(2, 1.0, 1.0)
     assert not gang.in_a_group
     gang.other.raises.clear()
-    await gang.compute.form()
+    await gang.compute.form_group()
     assert gang.in_a_group
 
 
 def test_only_what_collectives_raise_tells_of_a_lost_rank() -> None:
-    assert of_the_group(RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed"))
-    assert not of_the_group(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert is_collective_error(
+        RuntimeError("[/x/gloo/transport/tcp/pair.cc:553] Connection closed")
+    )
+    assert not is_collective_error(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
 
 
 class Drawer:
@@ -426,11 +434,11 @@ class Drawer:
     def __init__(self) -> None:
         self.runs: dict[str, np.ndarray[Any, Any]] = {}
 
-    async def keep(self, about: Any, content: Content) -> None:
-        sizes = content.sizes.items()
+    async def keep(self, about: Any, content: OffloadSource) -> None:
+        sizes = content.sizes_bytes.items()
         self.runs = {name: np.array(content.read(name, 0, size)) for name, size in sizes}
 
-    async def take(self, content: Resumable) -> None:
+    async def take(self, content: OffloadTarget) -> None:
         for name, run in self.runs.items():
             content.write(name, 0, run)
 
@@ -440,7 +448,7 @@ def files_of(directory: Path) -> dict[Path, bytes]:
 
 
 def first_rank_bytes(gang: Gang) -> int:
-    tensors = gang.rank.learner.tensors().values()
+    tensors = gang.rank.learner.get_tensors().values()
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -449,14 +457,14 @@ ABOUT = {"tier": "memory", "job": JOB, "lineage": 0, "version": 1, "ranks": 2}
 
 async def test_all_ranks_sleep_and_wake_as_they_were(gang: Gang) -> None:
     drawer = Drawer()
-    gradient = np.arange(gang.compute.size, dtype=np.float32)
-    await gang.compute.keep(0, gradient)
+    gradient = np.arange(gang.compute.parameter_count, dtype=np.float32)
+    await gang.compute.add_gradient(0, gradient)
     await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
-    assert first_rank_bytes(gang) == gang.compute.bytes == 0
+    assert first_rank_bytes(gang) == gang.compute.size_bytes == 0
     await gang.compute.move("disk")
     await gang.compute.wake(drawer.take)
     assert gang.other.rested == ["keep", "release", "move", "take", "forget"]
-    norm = await gang.compute.apply(1, 1.0, 1.0)  # with the gradient of before
+    norm = await gang.compute.apply_gradient(1, 1.0, 1.0)  # with the gradient of before
     assert norm == pytest.approx(float(np.linalg.norm(gradient.astype(np.float64))))
 
 
@@ -467,7 +475,7 @@ async def test_no_rank_sleeps_where_another_has_no_room(gang: Gang) -> None:
             await gang.compute.sleep(lambda: dict(ABOUT), Drawer().keep)
         assert gang.other.rested[-2:] == ["keep", "discard"]
         assert gang.in_a_group and first_rank_bytes(gang) > 0
-    await gang.compute.begin()
+    await gang.compute.begin_step()
 
 
 async def test_no_rank_wakes_where_another_has_no_memory(gang: Gang) -> None:
@@ -486,9 +494,9 @@ async def test_a_rank_that_is_lost_asleep_ends_the_group_when_it_wakes(gang: Gan
     drawer = Drawer()
     await gang.compute.sleep(lambda: dict(ABOUT), drawer.keep)
     gang.other.raises["rest take"] = Fenced("an order of another generation")
-    with pytest.raises(Damaged, match="has lost one"):
+    with pytest.raises(CorruptData, match="has lost one"):
         await gang.compute.wake(drawer.take)
     assert not gang.in_a_group
     gang.other.raises.clear()
-    await gang.compute.form()
-    await gang.compute.begin()
+    await gang.compute.form_group()
+    await gang.compute.begin_step()

@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.errors import RankLost, StorageFull
-from meshrl.common.base.host.interfaces import address_of
+from meshrl.common.base.host.interfaces import find_address
 from meshrl.common.base.host.settings import MeshSettings
-from meshrl.common.weights.ways.meeting import NoPort, listen, place_of, ports_of
-from meshrl.services.trainer.ranks import interfaces
-from meshrl.services.trainer.ranks.saving import Errand
+from meshrl.common.weights.transports.rendezvous import (
+    NoRendezvousPort,
+    format_rendezvous_url,
+    open_listener,
+    parse_port_range,
+)
+from meshrl.services.trainer.ranks import network_interface
+from meshrl.services.trainer.ranks.row_tasks import BackgroundTask
 from tests.load import scaled
 
 CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
@@ -26,14 +31,14 @@ CHOSEN: list[dict[str, str]] = [{}, {"NCCL_SOCKET_IFNAME": "ib0"}]
 # which the first has waited for the other in vain before, and the second is in a group of its own.
 PROGRAM = """
 import json, os, sys
-from meshrl.common.api.ranks import Meeting
+from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.errors import RankLost
 from meshrl.services.trainer.ranks.rank import join_group, leave_group
 
 MEETS_S = float(sys.argv[3])
 
 def at(name, within_s):
-    return Meeting(1, f"{sys.argv[1]}/{name}", within_s)
+    return Rendezvous(1, f"{sys.argv[1]}/{name}", within_s)
 
 def alone(chosen):
     os.environ.update(chosen)
@@ -96,7 +101,7 @@ def test_a_rank_that_has_waited_in_vain_meets_one_that_has_just_begun(said: list
 
 
 def test_other_hosts_reach_a_rank_by_what_its_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(interfaces.GLOO, raising=False)
+    monkeypatch.delenv(network_interface.GLOO_VARIABLE, raising=False)
     for bind, interface, expected in (
         ("tcp://127.0.0.1:7000-7010", "", "lo"),  # the one with that address
         ("tcp://127.0.0.1:*", "eth7", "eth7"),
@@ -104,34 +109,34 @@ def test_other_hosts_reach_a_rank_by_what_its_settings_say(monkeypatch: pytest.M
         ("tcp://192.0.2.254:*", "", ""),
     ):
         settings = MeshSettings("", "", bind=bind, interface=interface)
-        assert interfaces.wide(settings) == expected, bind
-    assert address_of("lo") == "127.0.0.1"
-    assert address_of("none") == ""
-    monkeypatch.setenv(interfaces.GLOO, "ib0,ib1")
-    assert interfaces.wide(MeshSettings("", "", interface="eth7")) == "ib0"
+        assert network_interface.find_rank_interface(settings) == expected, bind
+    assert find_address("lo") == "127.0.0.1"
+    assert find_address("none") == ""
+    monkeypatch.setenv(network_interface.GLOO_VARIABLE, "ib0,ib1")
+    assert network_interface.find_rank_interface(MeshSettings("", "", interface="eth7")) == "ib0"
 
 
 def test_a_store_is_at_the_first_free_port_of_those_of_the_mesh() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = taken.getsockname()[1]
-        with pytest.raises(NoPort, match=f"{first} of 127.0.0.1") as refused:
-            listen("127.0.0.1", range(first, first + 1))
+        with pytest.raises(NoRendezvousPort, match=f"{first} of 127.0.0.1") as refused:
+            open_listener("127.0.0.1", range(first, first + 1))
         assert "FIRST-LAST" in refused.value.fix
-        with listen("127.0.0.1", range(first, min(first + 100, 65536))) as door:
+        with open_listener("127.0.0.1", range(first, min(first + 100, 65536))) as door:
             port = door.getsockname()[1]
             assert port > first
-            assert place_of(door, "word") == f"tcp://127.0.0.1:{port}/word"
-    assert ports_of("tcp://127.0.0.1:7000-7010") == range(7000, 7011)
-    assert list(ports_of("tcp://127.0.0.1:*")) == [0]
+            assert format_rendezvous_url(door, "word") == f"tcp://127.0.0.1:{port}/word"
+    assert parse_port_range("tcp://127.0.0.1:7000-7010") == range(7000, 7011)
+    assert list(parse_port_range("tcp://127.0.0.1:*")) == [0]
 
 
 # Rank 0 waits for rank 1; a stranger connects to its port meanwhile, and stays: three times.
 FOREIGN = """
 import os, signal, socket, sys, time
 from contextlib import suppress
-from meshrl.common.api.ranks import Meeting
+from meshrl.common.api.ranks import Rendezvous
 from meshrl.common.base.errors import RankLost
-from meshrl.common.mesh.process import peers
+from meshrl.common.mesh.process import tcp_sockets
 from meshrl.services.trainer.ranks.rank import join_group
 
 USER, HERE = 65534, ["127.0.0.1"]
@@ -153,8 +158,8 @@ def port_of(pid):
         for number in os.listdir(f"/proc/{pid}/fd"):
             with suppress(FileNotFoundError):  # it is closed by now
                 sockets.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-        for row in peers.rows():
-            if row.state == peers.LISTENING and f"socket:[{row.inode}]" in sockets:
+        for row in tcp_sockets.read_sockets():
+            if row.state == tcp_sockets.STATE_LISTENING and f"socket:[{row.inode}]" in sockets:
                 return row.local.port
         time.sleep(0.01)
 
@@ -175,7 +180,7 @@ def stranger(port, tell, user, source):
     signal.pause()
 
 def meet(name, addresses, user, source):
-    meeting = Meeting(1, f"{sys.argv[1]}/{name}", float(sys.argv[2]), addresses)
+    meeting = Rendezvous(1, f"{sys.argv[1]}/{name}", float(sys.argv[2]), addresses)
     first = forked(rank, meeting, 0)
     told, tell = os.pipe()
     other = forked(stranger, port_of(first), tell, user, source)
@@ -229,33 +234,33 @@ class Work:
 
 
 async def test_it_goes_on_between_the_answers_and_its_result_stays() -> None:
-    work, errand = Work(), Errand[int](0.0)
+    work, errand = Work(), BackgroundTask[int](0.0)
     for _ in range(3):
-        assert await errand.asked(1, work.done) is None
+        assert await errand.poll(1, work.done) is None
     work.may.set()
     patient = 60.0
-    errand._answer_s = patient
+    errand._answer_timeout_s = patient
     for _ in range(2):  # an answer may be lost on its way
-        assert await errand.asked(1, work.done) == 1
-    assert await errand.asked(2, work.done) == 2
+        assert await errand.poll(1, work.done) == 1
+    assert await errand.poll(2, work.done) == 2
 
 
 async def test_another_one_ends_it_and_who_still_asks_hears_of_that() -> None:
     first, second = Work(), Work()
-    errand = Errand[int]()
-    asking = asyncio.create_task(errand.asked(1, first.done))
+    errand = BackgroundTask[int]()
+    asking = asyncio.create_task(errand.poll(1, first.done))
     while not first.begun:
         await asyncio.sleep(0)
     second.may.set()
-    assert await errand.asked(2, second.done) == 1
+    assert await errand.poll(2, second.done) == 1
     with pytest.raises(RankLost, match="given up"):
         await asking
     assert first.ended == 1
 
 
 async def test_who_stops_asking_does_not_end_it_and_its_error_is_told_to_all() -> None:
-    work, errand = Work(), Errand[int]()
-    asking = asyncio.create_task(errand.asked(1, work.done))
+    work, errand = Work(), BackgroundTask[int]()
+    asking = asyncio.create_task(errand.poll(1, work.done))
     while not work.begun:
         await asyncio.sleep(0)
     asking.cancel()
@@ -264,6 +269,6 @@ async def test_who_stops_asking_does_not_end_it_and_its_error_is_told_to_all() -
     work.may.set()
     for _ in range(2):
         with pytest.raises(StorageFull):
-            await errand.asked(1, work.done)
+            await errand.poll(1, work.done)
     assert work.begun == 1
     await errand.close()

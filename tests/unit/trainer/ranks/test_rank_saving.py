@@ -12,35 +12,35 @@ from typing import Any
 import pytest
 import torch
 
-from meshrl.common.api.calls.role import Settle
+from meshrl.common.api.calls.role import SetTier
 from meshrl.common.api.ranks import (
-    LentGradient,
-    Meeting,
+    AddGradient,
+    RankFault,
     RankOrder,
-    Rest,
+    Rendezvous,
     RestoreRows,
     SaveRows,
-    Trouble,
+    SleepOrder,
 )
-from meshrl.common.api.weights import STORE, Fetch, Weights
+from meshrl.common.api.weights import STORE_NAME, ManifestRequest, Weights
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.errors import Damaged, Refused
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.errors import CorruptData, Refused
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.records.checkpoints import checkpoint_name, digests_below
+from meshrl.common.records.checkpoints import compute_file_digests, format_checkpoint_name
+from meshrl.common.state.pool.workers.placement import Placement
 from meshrl.common.state.pool.workers.rows import Tier
-from meshrl.common.state.pool.workers.seat import Seat
 from meshrl.common.weights.bulk.port import BulkClient
-from meshrl.common.weights.layout.laying import Part
-from meshrl.services.trainer.ranks.actor import RankActor
+from meshrl.common.weights.layout.chunk_builder import TensorRows
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.services.trainer.ranks.saving import RankRestoring, RankSaving
-from meshrl.services.trainer.rows.saved import SavedRows, save_rows
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.redis.state import simulated_state
+from meshrl.services.trainer.ranks.rank_actor import RankActor
+from meshrl.services.trainer.ranks.row_tasks import RowRestorer, RowSaver
+from meshrl.services.trainer.rows.saved_rows import SavedRows, save_rows
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone, on_sockets
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
@@ -60,19 +60,19 @@ class SecondRank(Rank):
     def learner(self) -> Any:
         return self
 
-    def saved(self, masters: bool) -> dict[str, Part]:
-        return {"moment": Part((4, 2), 2, torch.ones(2, 2))}
+    def get_checkpoint_rows(self, masters: bool) -> dict[str, TensorRows]:
+        return {"moment": TensorRows((4, 2), 2, torch.ones(2, 2))}
 
 
 async def run(work: Callable[..., Any], *args: Any, deadline_s: float) -> Any:
     return work(*args)
 
 
-def saving(directory: Path, mesh: Mesh | None = None) -> RankSaving:
+def saving(directory: Path, mesh: Mesh | None = None) -> RowSaver:
     clock = SystemClock()
-    mesh = mesh or on_sockets("rank/job/1", simulated_state(clock), clock)
-    data = JobData("job", JobConfig(), directory, Path("/elsewhere"), own=directory)
-    return RankSaving(mesh, BulkClient(mesh), data, SecondRank(), run)
+    mesh = mesh or on_sockets("rank/job/1", open_simulated_state(clock), clock)
+    data = JobData("job", JobConfig(), directory, Path("/elsewhere"), local_dir=directory)
+    return RowSaver(mesh, BulkClient(mesh), data, SecondRank(), run)
 
 
 def order(name: str, number: int = 0, host: str = "elsewhere") -> SaveRows:
@@ -98,7 +98,7 @@ async def test_a_rank_that_begins_anew_removes_its_own_and_no_other_ranks(tmp_pa
     others = ["step-000-000001-aa", "step-000-000001-aa.core", "step-000-000001-aa.core.11"]
     for name in others:
         (tmp_path / "checkpoints" / name).mkdir()
-    await saving(tmp_path).clear()
+    await saving(tmp_path).clear_unfinished()
     assert scratch(tmp_path) == others
 
 
@@ -106,7 +106,7 @@ async def test_a_disk_that_cannot_be_written_is_an_answer(tmp_path: Path) -> Non
     rank = saving(tmp_path)
     (tmp_path / "checkpoints").write_bytes(b"no directory")
     trouble = await rank.save(order("step-000-000001-aa.core"))
-    assert trouble.code == "os_error" and "NotADirectory" in trouble.why
+    assert trouble.code == "os_error" and "NotADirectory" in trouble.message
 
 
 MOMENT = torch.arange(6.0).reshape(6, 1)
@@ -119,20 +119,22 @@ class RestoringRank(Rank):
     def __init__(self, first: int) -> None:
         """`first`: of its two rows of the moment."""
         super().__init__(lambda mesh: pytest.fail("it forms no group"), 1, 3, "cpu")
-        self.moment = Part((6, 1), first, torch.zeros(2, 1))
-        self.weights = Part((8,), 2, torch.zeros(3))
+        self.moment = TensorRows((6, 1), first, torch.zeros(2, 1))
+        self.weights = TensorRows((8,), 2, torch.zeros(3))
 
     @property
     def learner(self) -> Any:
         return self
 
-    def outline(self, optimizer: bool) -> Mapping[str, torch.Tensor]:
+    def get_meta_tensors(self, optimizer: bool) -> Mapping[str, torch.Tensor]:
         return {}
 
-    def rows(self, names: Iterable[str], part: int = 0, parts: int = 1) -> dict[str, Part]:
+    def get_rows(
+        self, names: Iterable[str], part: int = 0, parts: int = 1
+    ) -> dict[str, TensorRows]:
         return {JOB: self.weights}
 
-    def restore(self, saved: SavedRows, fill: Callable[[str, Part], None]) -> None:
+    def restore(self, saved: SavedRows, fill: Callable[[str, TensorRows], None]) -> None:
         fill(JOB, self.weights)
         saved.fill("moment", self.moment)
 
@@ -141,20 +143,20 @@ async def written(bench: StoreBench) -> RestoreRows:
     """A checkpoint that three ranks have written, two rows of the moment each."""
     await bench.submit()
     manifest = await bench.stage(1)
-    name = checkpoint_name(0, 1, manifest)
+    name = format_checkpoint_name(0, 1, manifest)
     directory = bench.run_dir / "checkpoints" / name
     for rank in range(3):
-        part = {"moment": Part((6, 1), 2 * rank, MOMENT[2 * rank : 2 * rank + 2])}
+        part = {"moment": TensorRows((6, 1), 2 * rank, MOMENT[2 * rank : 2 * rank + 2])}
         save_rows(directory / "state", f"part-{rank:05d}-00000.safetensors", part)
-    files = digests_below(directory)
+    files = compute_file_digests(directory)
     about = {"job": JOB, "lineage": 0, "step": 1, "weights": manifest, "files": files}
-    directory.with_name(f"{name}.json").write_bytes(sealed(about))
+    directory.with_name(f"{name}.json").write_bytes(encode_sealed(about))
     return RestoreRows(1, 0, "another", name, files, manifest)
 
 
-async def restored(bench: StoreBench, rank: Rank, order: RestoreRows) -> Trouble:
-    data = JobData(JOB, JobConfig(), bench.root, Path("/elsewhere"), own=bench.root / "away")
-    return (await RankRestoring(bench.trainer, bench.bulk, data, rank, run).restore(order)).trouble
+async def restored(bench: StoreBench, rank: Rank, order: RestoreRows) -> RankFault:
+    data = JobData(JOB, JobConfig(), bench.root, Path("/elsewhere"), local_dir=bench.root / "away")
+    return (await RowRestorer(bench.trainer, bench.bulk, data, rank, run).restore(order)).fault
 
 
 @pytest.mark.parametrize("first", [2, 3], ids=["as they were", "otherwise"])
@@ -170,10 +172,10 @@ async def test_it_has_its_rows_however_they_were_cut(bench: StoreBench, first: i
 async def test_damage_of_the_version_is_said_as_it_was_found(bench: StoreBench) -> None:
     """Once the store has set it aside there would be nothing but its absence to tell of."""
     order = await written(bench)
-    asked = Fetch(order.manifest)
-    [tensor] = (await bench.trainer.ref(STORE).call(Weights.manifest, asked)).tensors
-    HARMS[0](bench.chunks.path(tensor.chunk), b"")
-    assert (await restored(bench, RestoringRank(2), order)).code == Damaged.code
+    asked = ManifestRequest(order.manifest)
+    [tensor] = (await bench.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)).tensors
+    HARMS[0](bench.chunks.chunk_path(tensor.chunk), b"")
+    assert (await restored(bench, RestoringRank(2), order)).code == CorruptData.code
 
 
 THIRD = 3
@@ -186,7 +188,7 @@ class OwnRows(Rank):
         self.rank = 1
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         return 100
 
     def leave(self) -> None:
@@ -197,17 +199,17 @@ def bench(clock: VirtualClock, random: Random, root: Path = Path("/nowhere")) ->
     settings = MeshSettings(redis_url="simulated", run_root=str(root), worker="worker/w1")
     host = SimulatedHost(clock, random.child("host"))
     mesh = alone("rank/j/1", clock, random, host, settings=settings)
-    seat = Seat("g0", "g0.0", "j", 1, core=True, rank=1, ranks=2)
+    seat = Placement("g0", "g0.0", "j", 1, core=True, rank=1, ranks=2)
     data = JobData("j", JobConfig(name="j"), root, root)
     return RankActor(mesh, data, seat, OwnRows())
 
 
-def wish(tier: str, epoch: int) -> Settle:
-    return Settle(tier, epoch, turns=False, segments="", files="")
+def wish(tier: str, epoch: int) -> SetTier:
+    return SetTier(tier, epoch, time_sliced=False, segment_owner="", offload_dir="")
 
 
-def move(tier: str) -> Rest:
-    return Rest(THIRD, "move", tier, {"tier": tier})
+def move(tier: str) -> SleepOrder:
+    return SleepOrder(THIRD, "move", tier, {"tier": tier})
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
@@ -215,16 +217,16 @@ async def test_it_is_absent_only_once_its_rows_are_gathered(
     clock: VirtualClock, random: Random, tmp_path: Path
 ) -> None:
     rank = bench(clock, random)
-    assert (await rank.settle(wish("absent", 1))).accelerator == 0, "it is of no group"
+    assert (await rank.set_tier(wish("absent", 1))).accelerator_bytes == 0, "it is of no group"
     await rank.stand_by(RankOrder(THIRD))
-    asked = asyncio.create_task(rank.settle(wish("absent", 2)))
+    asked = asyncio.create_task(rank.set_tier(wish("absent", 2)))
     await clock.sleep(60.0)
     assert not asked.done(), "rank 0 has its rows still to gather"
-    await rank.rest(move("absent"))
-    assert (await asked).accelerator == 100
-    await rank.rest(move("accelerator"))
-    await rank.settle(wish("accelerator", 3))
-    assert rank.published()["tier"] == Tier.ACCELERATOR
+    await rank.execute_sleep_order(move("absent"))
+    assert (await asked).accelerator_bytes == 100
+    await rank.execute_sleep_order(move("accelerator"))
+    await rank.set_tier(wish("accelerator", 3))
+    assert rank.collect_stats()["tier"] == Tier.ACCELERATOR
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
@@ -232,14 +234,14 @@ async def test_one_that_begins_anew_while_its_gang_sleeps_sleeps_too_until_it_fo
     clock: VirtualClock, random: Random
 ) -> None:
     rank = bench(clock, random)
-    settled = await rank.settle(wish("disk", 5))
-    assert (settled.accelerator, settled.disk) == (0, 0)
-    assert rank.published()["tier"] == Tier.DISK
-    woken = asyncio.create_task(rank.settle(wish("accelerator", 6)))
+    settled = await rank.set_tier(wish("disk", 5))
+    assert (settled.accelerator_bytes, settled.disk_bytes) == (0, 0)
+    assert rank.collect_stats()["tier"] == Tier.DISK
+    woken = asyncio.create_task(rank.set_tier(wish("accelerator", 6)))
     await clock.sleep(60.0)
     assert not woken.done(), "rank 0 has yet to form the gang"
     await rank.stand_by(RankOrder(THIRD))
-    assert (await woken).accelerator == 100
+    assert (await woken).accelerator_bytes == 100
 
 
 @story_on(partial(run_virtual, limit_s=10000.0), given=2)
@@ -257,11 +259,14 @@ async def test_it_opens_no_file_that_others_name_but_where_gangs_of_its_host_mee
     around = run / "mesh" / "gangs" / ".." / ".." / ".." / "secret"
     for path in (secret, link, around, Path("secret")):
         with pytest.raises(Refused, match=r"is not below .*gangs"):
-            await rank.keep(LentGradient(THIRD, 0, 100, path=str(path)))
+            await rank.add_gradient(AddGradient(THIRD, 0, 100, path=str(path)))
     with pytest.raises(Refused, match=r"is not below .*gangs"):
-        await rank.form(Meeting(THIRD, str(tmp_path / "new" / "store"), 1.0))
+        await rank.form(Rendezvous(THIRD, str(tmp_path / "new" / "store"), 1.0))
     assert not (tmp_path / "new").exists()
-    others: tuple[dict[str, Any], ...] = {"files": str(tmp_path)}, {"segments": "worker/w2"}
+    others: tuple[dict[str, Any], ...] = (
+        {"offload_dir": str(tmp_path)},
+        {"segment_owner": "worker/w2"},
+    )
     for other in others:
         with pytest.raises(Refused, match="Who says so is not its worker"):
-            await rank.settle(replace(wish("disk", 1), **other))
+            await rank.set_tier(replace(wish("disk", 1), **other))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.job.config import AlgorithmConfig, JobConfig, RolloutConfig
 from meshrl.common.job.constraints import AlgorithmName
 
@@ -26,13 +26,13 @@ def group(
     version: int = 3,
     reference: bool = False,
     seed: int = 0,
-) -> Group:
+) -> TrajectoryGroup:
     """Each member a prompt of two tokens, and the model's own after it."""
     draw = np.random.default_rng(seed)
     sizes = np.array(lengths or [6 + i for i in range(len(rewards))], np.int32)
     own = np.concatenate([np.arange(n) >= 2 for n in sizes])
     total = len(own)
-    made = Group(
+    made = TrajectoryGroup(
         group=number,
         prompt=0,
         lengths=sizes,

@@ -9,75 +9,80 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.errors import BadMessage, ConfigError
 from meshrl.common.job.config import JobConfig
 from meshrl.common.job.constraints import AlgorithmName
-from meshrl.services.trainer.steps.batch import Batch, Refill, staleness, teaches_nothing
+from meshrl.services.trainer.steps.batch import (
+    RefillPolicy,
+    StepBatch,
+    compute_staleness,
+    has_no_signal,
+)
 from tests.unit.trainer.steps.groups_under_test import LONGEST, group, job
 
 
 def test_a_groups_members_become_sequences_with_what_is_known_of_them() -> None:
     given_ = group([1.0, np.nan, 0.0], reference=True)
-    batch = Batch(3, job())
+    batch = StepBatch(3, job())
     first, second = batch.add(given_)
-    assert [first.member, second.member] == [0, 2] and first.group == 7
+    assert [first.member_index, second.member_index] == [0, 2] and first.group_id == 7
     assert (second.tokens == given_.tokens[-8:]).all()
     assert (second.extras["reference"] == given_.reference[-8:]).all()
     assert float(first.advantages) == pytest.approx(-float(second.advantages), rel=1e-5) != 0
-    assert batch.sequences == [first, second] and first.trained == 4
+    assert batch.sequences == [first, second] and first.loss_token_count == 4
 
 
 def test_scores_that_do_not_fit_the_tokens_are_refused() -> None:
     given_ = group([1.0, 0.0], reference=True)
     with pytest.raises(BadMessage, match="reference"):
-        Batch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
+        StepBatch(3, job()).add(replace(given_, reference=given_.reference[:-1]))
 
 
 @pytest.mark.parametrize("name", ["tokens", "logprobs", "versions", "rewards", "lengths"])
 def test_arrays_that_do_not_fit_together_are_refused(name: str) -> None:
     given_ = group([1.0, 0.0])
     with pytest.raises(BadMessage, match="group 7 has"):
-        Batch(3, job()).add(replace(given_, **{name: getattr(given_, name)[:-1]}))
+        StepBatch(3, job()).add(replace(given_, **{name: getattr(given_, name)[:-1]}))
 
 
 def test_what_is_not_trained_makes_no_group_stale() -> None:
     given_ = group([1.0, np.nan, 0.0], version=9)
     given_.versions[6:13] = [-1, -1, 0, 0, 0, 1, 1]  # of the member that failed
-    assert staleness(given_, 10) == 1
-    assert Batch(10, job()).add(given_) and set(given_.sampled_versions) == {9}
-    assert staleness(replace(given_, rewards=np.zeros(3, np.float32)), 10) == 10
+    assert compute_staleness(given_, 10) == 1
+    assert StepBatch(10, job()).add(given_) and set(given_.sampled_versions) == {9}
+    assert compute_staleness(replace(given_, rewards=np.zeros(3, np.float32)), 10) == 10
 
 
 def test_where_experts_sent_tokens_goes_with_them() -> None:
     given_ = group([1.0, np.nan, 0.0])
     experts = np.arange(len(given_.tokens) * 6, dtype=np.int16).reshape(-1, 6)
     routed = replace(given_, experts=experts, expert_shape=[3, 2])
-    _, second = Batch(3, job()).add(routed)
-    assert second.experts is not None
-    assert second.experts.shape == (8, 3, 2)
-    assert (second.experts.reshape(8, 6) == experts[-8:]).all()
-    assert Batch(3, job()).add(given_)[0].experts is None
+    _, second = StepBatch(3, job()).add(routed)
+    assert second.expert_ids is not None
+    assert second.expert_ids.shape == (8, 3, 2)
+    assert (second.expert_ids.reshape(8, 6) == experts[-8:]).all()
+    assert StepBatch(3, job()).add(given_)[0].expert_ids is None
     with pytest.raises(BadMessage, match="experts"):
-        Batch(3, job()).add(replace(routed, expert_shape=[2, 2]))
+        StepBatch(3, job()).add(replace(routed, expert_shape=[2, 2]))
 
 
 def test_a_group_without_variance_is_filtered_and_counted() -> None:
-    batch = Batch(3, job())
+    batch = StepBatch(3, job())
     assert batch.add(group([1.0, 1.0])) == []
     batch.add(group([1.0, 0.0], number=8))
-    metrics = batch.metrics()
-    assert batch.filtered == [7] and metrics["filtered"] == 1
+    metrics = batch.build_metrics()
+    assert batch.filtered_ids == [7] and metrics["filtered"] == 1
     assert metrics["filtered_share"] == 0.5 and metrics["reward_spread"] == 0.25
-    assert teaches_nothing(group([1.0, 1.0]), job())
-    assert not teaches_nothing(group([1.0, 0.0]), job())
-    assert not teaches_nothing(group([1.0, 1.0]), job("reinforce_pp"))
+    assert has_no_signal(group([1.0, 1.0]), job())
+    assert not has_no_signal(group([1.0, 0.0]), job())
+    assert not has_no_signal(group([1.0, 1.0]), job("reinforce_pp"))
 
 
 def test_a_group_that_differs_in_punished_length_alone_still_teaches() -> None:
     long, punished = group([1.0, 1.0], lengths=[20, LONGEST]), job(overlong_buffer=8)
-    assert teaches_nothing(long, job()) and not teaches_nothing(long, punished)
-    short, cut = Batch(3, punished).add(long)
+    assert has_no_signal(long, job()) and not has_no_signal(long, punished)
+    short, cut = StepBatch(3, punished).add(long)
     assert short.advantages > 0 > cut.advantages
 
 
@@ -87,11 +92,11 @@ def test_a_group_that_differs_in_punished_length_alone_still_teaches() -> None:
 def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic: JobConfig) -> None:
     """0 < right answers < all, whatever their lengths (DAPO, equation 11)."""
     for equal in (1.0, 0.0):
-        assert teaches_nothing(group([equal, equal], lengths=[20, LONGEST]), dynamic)
-    short, cut = Batch(3, dynamic).add(group([1.0, 0.0], lengths=[20, LONGEST]))
+        assert has_no_signal(group([equal, equal], lengths=[20, LONGEST]), dynamic)
+    short, cut = StepBatch(3, dynamic).add(group([1.0, 0.0], lengths=[20, LONGEST]))
     assert short.advantages > 0 > cut.advantages
     # A right answer of full length is worth as little as a short wrong one; both are kept.
-    evened = Batch(3, dynamic).add(group([0.0, 1.0], lengths=[20, LONGEST]))
+    evened = StepBatch(3, dynamic).add(group([0.0, 1.0], lengths=[20, LONGEST]))
     assert [float(s.advantages) for s in evened] == [0.0, 0.0]
 
 
@@ -100,11 +105,11 @@ def test_dynamic_sampling_asks_for_answers_that_differ_not_for_lengths(dynamic: 
     [("tokens", [1, 1]), ("sequences", [1 / 4, 1 / 5]), ("constant", [1 / LONGEST] * 2)],
 )
 def test_weights_follow_the_aggregation(kind: str, weights: list[float]) -> None:
-    found = Batch(3, job(aggregation=kind)).add(group([1.0, 0.0]))
+    found = StepBatch(3, job(aggregation=kind)).add(group([1.0, 0.0]))
     assert [s.weight for s in found] == pytest.approx(weights)
 
 
-def cut(rewards: list[float], which: list[int]) -> Group:
+def cut(rewards: list[float], which: list[int]) -> TrajectoryGroup:
     """A group of which the members `which` were cut off at the longest length."""
     given_ = group(rewards)
     return replace(given_, truncated=np.isin(np.arange(len(rewards)), which))
@@ -112,37 +117,44 @@ def cut(rewards: list[float], which: list[int]) -> Group:
 
 def test_what_was_cut_off_carries_no_loss_where_the_job_says_so_but_counts_as_baseline() -> None:
     given_ = cut([1.0, np.nan, 0.0, 0.5], [1, 2])
-    plain, masking = Batch(3, job()), Batch(3, job(mask_truncated=True))
+    plain, masking = StepBatch(3, job()), StepBatch(3, job(mask_truncated=True))
     all_of_them, kept = plain.add(given_), masking.add(given_)
-    assert [s.member for s in all_of_them] == [0, 2, 3] and [s.member for s in kept] == [0, 3]
+    assert [s.member_index for s in all_of_them] == [0, 2, 3] and [
+        s.member_index for s in kept
+    ] == [0, 3]
     for one in kept:
-        assert one.advantages == next(s for s in all_of_them if s.member == one.member).advantages
-    assert [(b.metrics()["truncated"], b.metrics()["masked"]) for b in (plain, masking)] == [
+        assert (
+            one.advantages
+            == next(s for s in all_of_them if s.member_index == one.member_index).advantages
+        )
+    assert [
+        (b.build_metrics()["truncated"], b.build_metrics()["masked"]) for b in (plain, masking)
+    ] == [
         (1, 0),
         (1, 1),
     ]
-    assert masking.metrics()["sequences"] == 2
-    assert sum(masking.lags.values()) == sum(s.trained for s in kept)
+    assert masking.build_metrics()["sequences"] == 2
+    assert sum(masking.token_staleness.values()) == sum(s.loss_token_count for s in kept)
 
 
 def test_a_group_of_which_all_was_cut_off_is_left_out_and_replaced_in_dynamic_sampling() -> None:
     given_ = cut([1.0, np.nan, 0.0], [0, 2])
-    batch = Batch(3, job(mask_truncated=True))
-    assert batch.add(given_) == [] and batch.filtered == [7]
-    assert (batch.metrics()["truncated"], batch.metrics()["masked"]) == (2, 2)
-    assert teaches_nothing(given_, job("dapo", mask_truncated=True))
-    assert not teaches_nothing(given_, job("dapo"))
+    batch = StepBatch(3, job(mask_truncated=True))
+    assert batch.add(given_) == [] and batch.filtered_ids == [7]
+    assert (batch.build_metrics()["truncated"], batch.build_metrics()["masked"]) == (2, 2)
+    assert has_no_signal(given_, job("dapo", mask_truncated=True))
+    assert not has_no_signal(given_, job("dapo"))
 
 
 def test_endings_that_do_not_fit_the_members_are_refused() -> None:
     with pytest.raises(BadMessage, match="endings"):
-        Batch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
+        StepBatch(3, job()).add(replace(group([1.0, 0.0]), truncated=np.zeros(3, np.bool_)))
 
 
 def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
     given_ = group([1.0, 0.0, 0.5], reference=True)
     keys = {"kl": "k1", "kl_in": "reward", "kl_coefficient": 0.1}
-    found = Batch(3, job("dr_grpo", **keys)).add(given_)
+    found = StepBatch(3, job("dr_grpo", **keys)).add(given_)
     rewards, start = [], 0
     for length, reward in zip(given_.lengths, given_.rewards, strict=True):
         own = slice(start + 2, start + length)
@@ -154,23 +166,23 @@ def test_divergence_is_paid_by_the_reward_of_the_trajectory() -> None:
 
 def test_divergence_does_not_keep_a_group_that_has_nothing_to_teach() -> None:
     keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
-    assert teaches_nothing(group([1.0, 1.0], reference=True), job(**keys))
+    assert has_no_signal(group([1.0, 1.0], reference=True), job(**keys))
 
 
 def test_divergence_without_a_reference_names_the_table_to_declare() -> None:
     keys: dict[str, Any] = {"kl_in": "reward", "kl_coefficient": 0.1}
     with pytest.raises(ConfigError, match=r"models\.reference"):
-        Batch(3, job(**keys)).add(group([1.0, 0.0]))
+        StepBatch(3, job(**keys)).add(group([1.0, 0.0]))
 
 
 def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
-    batch = Batch(5, job(max_staleness=3))
+    batch = StepBatch(5, job(max_staleness=3))
     given_ = group([1.0, 0.0], lengths=[6, 5])  # 4 and 3 tokens of the model's own
     given_.versions[3:5] = 5
     batch.add(given_)
     batch.add(group([1.0, 0.0], lengths=[4, 4], number=8, version=4))
     batch.add(group([1.0, 1.0], number=9, version=2))  # filtered
-    metrics = batch.metrics()
+    metrics = batch.build_metrics()
     assert metrics["staleness_tokens"] == [2, 4, 5, 0]
     assert metrics["staleness_max"] == 3 and metrics["mixed"] == 1
 
@@ -178,10 +190,10 @@ def test_trained_tokens_are_counted_by_how_stale_they_are() -> None:
 def test_tokens_of_an_abandoned_lineage_are_as_stale_as_the_version_that_it_ended_at() -> None:
     given_ = replace(group([1.0, 0.0], lengths=[4, 4], version=12), foreign_above=8)
     for version, lag in ((8, 0), (10, 2), (13, 5)):
-        batch = Batch(version, job(max_staleness=2))
-        assert staleness(given_, version) == lag
-        assert {s.foreign_above for s in batch.add(given_)} == {8}
-        metrics = batch.metrics()
+        batch = StepBatch(version, job(max_staleness=2))
+        assert compute_staleness(given_, version) == lag
+        assert {s.abandoned_above for s in batch.add(given_)} == {8}
+        metrics = batch.build_metrics()
         assert metrics["staleness_max"] == lag and metrics["staleness_tokens"][lag] == 4
 
 
@@ -192,9 +204,9 @@ def test_neither_a_constant_nor_the_order_of_members_changes_advantages(
     places = list(range(len(rewards)))
     order.shuffle(places)
     lengths = [5] * len(rewards)
-    one = Batch(3, job(filter_zero_variance=False)).add(group(rewards, lengths))
+    one = StepBatch(3, job(filter_zero_variance=False)).add(group(rewards, lengths))
     moved = [float(rewards[i] + constant) for i in places]
-    other = Batch(3, job(filter_zero_variance=False)).add(group(moved, lengths))
+    other = StepBatch(3, job(filter_zero_variance=False)).add(group(moved, lengths))
     expected = [float(one[i].advantages) for i in places]
     assert [float(s.advantages) for s in other] == pytest.approx(expected, abs=1e-6)
 
@@ -202,58 +214,58 @@ def test_neither_a_constant_nor_the_order_of_members_changes_advantages(
 def test_dynamic_sampling_replaces_what_teaches_nothing_but_not_for_ever() -> None:
     config = job("dapo", groups_per_step=2)
     silent, telling = group([1.0, 1.0]), group([1.0, 0.0], number=8)
-    refill = Refill(config)
-    assert not refill.replaces(telling) and refill.replaces(silent)
-    while refill.replaces(silent):
-        assert refill.count <= 100
-    assert refill.count == 20
-    batch = Batch(3, config, refilled=refill.count)
+    refill = RefillPolicy(config)
+    assert not refill.try_replace(telling) and refill.try_replace(silent)
+    while refill.try_replace(silent):
+        assert refill.replaced_count <= 100
+    assert refill.replaced_count == 20
+    batch = StepBatch(3, config, refilled_count=refill.replaced_count)
     for one in (silent, telling):
         batch.add(one)
-    metrics = batch.metrics()
+    metrics = batch.build_metrics()
     assert (metrics["refilled"], metrics["filtered_share"]) == (20, 21 / 22)
 
 
 def test_without_dynamic_sampling_nothing_is_replaced() -> None:
-    assert not Refill(job()).replaces(group([1.0, 1.0]))
-    assert Refill(job(refill_filtered=True)).replaces(group([1.0, 1.0]))
+    assert not RefillPolicy(job()).try_replace(group([1.0, 1.0]))
+    assert RefillPolicy(job(refill_filtered=True)).try_replace(group([1.0, 1.0]))
 
 
 def test_a_batch_of_nothing_still_has_metrics() -> None:
-    metrics = Batch(0, replace(job(), seed=1)).metrics()
+    metrics = StepBatch(0, replace(job(), seed=1)).build_metrics()
     assert metrics["filtered_share"] == 0 and metrics["staleness_tokens"] == [0, 0, 0]
 
 
 # -- rewards as numbers ----------------------------------------------------------------------------
 
 
-def rewarded(*rewards: float) -> Group:
+def rewarded(*rewards: float) -> TrajectoryGroup:
     return replace(group([0.0] * len(rewards)), rewards=np.array(rewards, np.float64))
 
 
 def test_rewards_are_float64_up_to_the_advantage() -> None:
-    assert not teaches_nothing(rewarded(100000001, 100000002), job())
-    assert not teaches_nothing(rewarded(1.0, 1.0 + 1e-12), job())
-    assert teaches_nothing(rewarded(0.1, 0.1, 0.1), job())
-    assert len(Batch(3, job()).add(rewarded(1e39, 0.0))) == 2
-    first, _ = Batch(3, job(name="reinforce_pp")).add(rewarded(100000001, 100000002))
+    assert not has_no_signal(rewarded(100000001, 100000002), job())
+    assert not has_no_signal(rewarded(1.0, 1.0 + 1e-12), job())
+    assert has_no_signal(rewarded(0.1, 0.1, 0.1), job())
+    assert len(StepBatch(3, job()).add(rewarded(1e39, 0.0))) == 2
+    first, _ = StepBatch(3, job(name="reinforce_pp")).add(rewarded(100000001, 100000002))
     assert float(first.advantages) == 100000001
 
 
 def test_equal_rewards_have_no_spread() -> None:
-    batch = Batch(3, job())
+    batch = StepBatch(3, job())
     batch.add(rewarded(*[0.1] * 7))
-    assert batch.metrics()["reward_spread"] == 0.0
+    assert batch.build_metrics()["reward_spread"] == 0.0
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_group_without_a_score_is_filtered_without_warnings() -> None:
     for filtered in (True, False):
-        batch = Batch(3, job(filter_zero_variance=filtered))
+        batch = StepBatch(3, job(filter_zero_variance=filtered))
         assert batch.add(rewarded(np.nan, np.nan)) == []
-        assert batch.filtered == [7]
-        assert batch.metrics()["reward"] == 0.0
-        assert teaches_nothing(rewarded(np.nan, np.nan), job(filter_zero_variance=filtered))
+        assert batch.filtered_ids == [7]
+        assert batch.build_metrics()["reward"] == 0.0
+        assert has_no_signal(rewarded(np.nan, np.nan), job(filter_zero_variance=filtered))
 
 
 @pytest.mark.filterwarnings("error")
@@ -263,8 +275,8 @@ def test_rewards_too_large_to_train_on_are_named() -> None:
     divided: tuple[AlgorithmName, ...] = ("grpo", "reinforce_pp")  # by the deviation
     for name in plain:
         with pytest.raises(ConfigError, match=said):
-            Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
+            StepBatch(3, job(name=name)).add(rewarded(1e30, 0.0))
     for name in divided:
-        Batch(3, job(name=name)).add(rewarded(1e30, 0.0))
+        StepBatch(3, job(name=name)).add(rewarded(1e30, 0.0))
         with pytest.raises(ConfigError, match="rewards of group 7"):
-            Batch(3, job(name=name)).add(rewarded(1e200, 0.0))
+            StepBatch(3, job(name=name)).add(rewarded(1e200, 0.0))

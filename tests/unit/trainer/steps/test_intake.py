@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshrl.common.api.transfer.bulk import GROUPS
-from meshrl.common.api.weights import STORE, Group
+from meshrl.common.api.transfer.bulk_permissions import GROUPS
+from meshrl.common.api.weights import STORE_NAME, TrajectoryGroup
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.encoding.blob import pack
 from meshrl.common.base.random import Random
@@ -21,17 +21,17 @@ from meshrl.common.job.config import JobConfig
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
 from meshrl.common.state import events, groups, jobs, steps
-from meshrl.common.state.lifecycle import accounting
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.state.job_lifecycle import trajectory_accounting
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from meshrl.common.weights.store.weight_store import put
-from meshrl.services.rollout.record.finished_groups import hand_in
-from meshrl.services.trainer.steps.batch import Refill, staleness
-from meshrl.services.trainer.steps.intake import Intake
+from meshrl.common.weights.store.weight_store_client import put_chunk
+from meshrl.services.rollout.record.finished_groups import submit_group
+from meshrl.services.trainer.steps.batch import RefillPolicy, compute_staleness
+from meshrl.services.trainer.steps.group_intake import GroupIntake
 from meshrl.services.weights.store import WeightStore
-from meshrl.sim.loop import VirtualClock, run_virtual
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.meshes import alone, on_sockets
 from tests.simulated_host import SimulatedHost
@@ -49,24 +49,26 @@ class Rollout:
     def __init__(self, mesh: Mesh, rolling: Mesh) -> None:
         self.mesh, self.rolling, self.shard = mesh, rolling, rolling.token
         self.bulk = BulkClient(mesh)
-        self.intake = Intake(mesh, self.bulk, JOB)
+        self.intake = GroupIntake(mesh, self.bulk, JOB)
 
-    async def hand_in(self, made: Group) -> int:
+    async def hand_in(self, made: TrajectoryGroup) -> int:
         """Opens a group and finishes it as a shard does; its id."""
-        (one,) = await groups.admit(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
-        await hand_in(self.rolling, self.bulk, JOB, replace(made, group=one.group))
+        (one,) = await groups.admit_groups(self.mesh.state, JOB, SHARD, self.shard, 1, _operation())
+        await submit_group(self.rolling, self.bulk, JOB, replace(made, group=one.group))
         return one.group
 
     async def finish(self, *rewards: list[float], garbled: bool = False) -> list[int]:
         """Opens and finishes a group for each list of rewards; their ids."""
         state = self.mesh.state
-        opened = await groups.admit(state, JOB, SHARD, self.shard, len(rewards), _operation())
+        opened = await groups.admit_groups(
+            state, JOB, SHARD, self.shard, len(rewards), _operation()
+        )
         assert len(opened) == len(rewards)
         for one, worth in zip(opened, rewards, strict=True):
             content = pack(group(worth, number=one.group, version=0))
             content = content[::-1] if garbled else content
-            digest = await put(self.mesh, self.bulk, content, "group", space=GROUPS)
-            await groups.group_ready(
+            digest = await put_chunk(self.mesh, self.bulk, content, "group", space=GROUPS)
+            await groups.mark_group_ready(
                 state,
                 JOB,
                 SHARD,
@@ -76,17 +78,17 @@ class Rollout:
             )
         return [one.group for one in opened]
 
-    async def taken(self, refill: Refill, *stale_ones: int) -> list[Group]:
-        def stale(group: Group) -> bool:
-            lag = staleness(group, 0)
+    async def taken(self, refill: RefillPolicy, *stale_ones: int) -> list[TrajectoryGroup]:
+        def stale(group: TrajectoryGroup) -> bool:
+            lag = compute_staleness(group, 0)
             return lag > CONFIG.algorithm.max_staleness or group.group in stale_ones
 
-        found = self.intake.groups(1, stale, refill.replaces)
+        found = self.intake.stream_groups(1, stale, refill.try_replace)
         return [group async for group in found]
 
     async def replaces(self, good: int, *stale: int, counted: str = "host_lost") -> None:
         """A step takes this group and, in place of another that is counted so, one that comes."""
-        taking = asyncio.ensure_future(self.taken(Refill(CONFIG), *stale))
+        taking = asyncio.ensure_future(self.taken(RefillPolicy(CONFIG), *stale))
         async with asyncio.timeout(scaled(20)):
             while not (await self.account())[counted]:
                 assert not taking.done()
@@ -97,8 +99,8 @@ class Rollout:
 
     async def account(self) -> dict[str, int]:
         state = self.mesh.state
-        in_flight = (await groups.in_flight(state, JOB)).samples
-        return accounting.account(await events.read_all(state), in_flight)
+        in_flight = (await groups.count_in_flight(state, JOB)).samples
+        return trajectory_accounting.compute_account(await events.read_all(state), in_flight)
 
 
 def _operation() -> str:
@@ -108,7 +110,7 @@ def _operation() -> str:
 @pytest.fixture
 async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     clock, host = SystemClock(), SystemHost()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
 
     def mesh(name: str, where: str) -> Mesh:
         settings = MeshSettings(redis_url=state.url, run_root=str(tmp_path), host=where)
@@ -116,9 +118,9 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
 
     (tmp_path / "store").mkdir()
     chunks = ChunkStore(tmp_path / "store")
-    serving, asking = mesh(STORE, "there"), mesh("trainer/job", "here")
-    door = InterpreterDoor()
-    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", door=door)
+    serving, asking = mesh(STORE_NAME, "there"), mesh("trainer/job", "here")
+    door = InProcessAuthenticator()
+    bulk = BulkServer(chunks, host, "tcp://127.0.0.1:*", authenticator=door)
     await serving.join(WeightStore(serving, chunks), bulk_address=bulk.address)
     await asking.join(None)
     rolling = mesh(SHARD, "here")
@@ -132,24 +134,24 @@ async def rollout(tmp_path: Path) -> AsyncIterator[Rollout]:
     await state.close()
 
 
-async def _training(state: State, config: JobConfig, trainer: Mesh) -> None:
-    await jobs.submit(state, JOB, config.document(), "/runs/job", _operation())
+async def _training(state: StateClient, config: JobConfig, trainer: Mesh) -> None:
+    await jobs.submit(state, JOB, config.to_document(), "/runs/job", _operation())
     await steps.commit_initial(
-        state, JOB, trainer.name, trainer.token, 0, steps.VersionNames("m0", "c0")
+        state, JOB, trainer.name, trainer.token, 0, steps.VersionReferences("m0", "c0")
     )
     await jobs.set_phase(state, JOB, jobs.Phase.TRAINING, trainer.token, trainer.name)
 
 
 async def test_groups_without_signal_are_replaced_until_the_step_is_full(rollout: Rollout) -> None:
     silent, telling = await rollout.finish([1.0, 1.0], [1.0, 0.0])
-    refill = Refill(CONFIG)
+    refill = RefillPolicy(CONFIG)
     taking = asyncio.ensure_future(rollout.taken(refill))
     async with asyncio.timeout(scaled(20)):
-        while refill.count < 1 or not (await rollout.account())["filtered"]:
+        while refill.replaced_count < 1 or not (await rollout.account())["filtered"]:
             await asyncio.sleep(0.01)
         assert not taking.done()
         (another,) = await rollout.finish([0.0, 0.0])
-        while refill.count < 2 or (await rollout.account())["filtered"] < 4:
+        while refill.replaced_count < 2 or (await rollout.account())["filtered"] < 4:
             await asyncio.sleep(0.01)
         (last,) = await rollout.finish([0.0, 1.0])
         assert [one.group for one in await taking] == [telling, last]
@@ -160,10 +162,10 @@ async def test_groups_without_signal_are_replaced_until_the_step_is_full(rollout
 
 async def test_without_dynamic_sampling_the_step_takes_them(rollout: Rollout) -> None:
     finished = await rollout.finish([1.0, 1.0], [1.0, 0.0])
-    refill = Refill(job("grpo", groups_per_step=2, group_size=2))
+    refill = RefillPolicy(job("grpo", groups_per_step=2, group_size=2))
     async with asyncio.timeout(scaled(20)):
         assert [one.group for one in await rollout.taken(refill)] == finished
-    assert refill.count == 0
+    assert refill.replaced_count == 0
 
 
 async def test_a_group_that_cannot_be_read_goes_back_to_the_cursor_and_another_comes(
@@ -193,7 +195,7 @@ async def test_a_group_of_a_damaged_file_goes_back(rollout: Rollout, tmp_path: P
     leased = await groups.lease_groups(
         rollout.mesh.state, JOB, rollout.mesh.name, rollout.mesh.token, 1
     )
-    path = ChunkStore(tmp_path / "store").space(GROUPS).path(leased.groups[0].digest)
+    path = ChunkStore(tmp_path / "store").open_space(GROUPS).chunk_path(leased.groups[0].digest)
     flip(path, b"")
     await rollout.replaces(ids[1])
     found = await events.read_all(rollout.mesh.state)
@@ -222,19 +224,19 @@ async def test_who_sleeps_or_is_paused_waits_for_nobody_and_then_from_the_beginn
     mesh = alone("trainer/job", clock, random, SimulatedHost(clock, random.child("host")))
     await mesh.join(None)
     await _training(mesh.state, CONFIG, mesh)
-    intake = Intake(mesh, BulkClient(mesh), JOB)
-    taking = asyncio.ensure_future(anext(intake.groups(1, lambda group: False)))
+    intake = GroupIntake(mesh, BulkClient(mesh), JOB)
+    taking = asyncio.ensure_future(anext(intake.stream_groups(1, lambda group: False)))
 
     def stand(stands: bool) -> None:
         if still == "paused":
-            mesh.job_clock.hold(stands)
+            mesh.job_clock.set_paused(stands)
         elif stands:
-            intake.awake.clear()
+            intake.is_awake.clear()
         else:
-            intake.awake.set()
+            intake.is_awake.set()
 
     def said() -> list[float]:
-        waits = mesh.waits.published([])
+        waits = mesh.waits.list_longest([])
         assert all(wait["what"] == "ready groups" for wait in waits)
         return [clock.wall() - wait["since_ms"] / 1000 for wait in waits]
 

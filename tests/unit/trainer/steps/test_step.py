@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
-from meshrl.common.job.changing import as_it_was, in_force
+from meshrl.common.job.change_rules import restore_recorded, select_recorded
 from meshrl.common.job.config import BudgetConfig, JobConfig, OptimizerConfig
 from meshrl.common.job.constraints import AlgorithmName
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.model.architecture.config import ModelConfig
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.kernels.cost import BinCost, Calibration
+from meshrl.kernels.bin_cost import BinCost, CostCalibration
 from meshrl.services.trainer.algorithms import ALGORITHMS
-from meshrl.services.trainer.arithmetic.aggregation import denominator
-from meshrl.services.trainer.arithmetic.learner import Learner, add
-from meshrl.services.trainer.arithmetic.optimizers import lr_factor
 from meshrl.services.trainer.bins.packing import make_bins
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.hybrids.gradients import Gradients
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.hybrids.gradient_collector import GradientCollector
+from meshrl.services.trainer.learner.aggregation import compute_denominator
+from meshrl.services.trainer.learner.learner import Learner, sum_gradients
+from meshrl.services.trainer.learner.optimizers import compute_lr_factor
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.services.trainer.steps.batch import Batch
-from meshrl.services.trainer.steps.step import TrainingStep
+from meshrl.services.trainer.steps.batch import StepBatch
+from meshrl.services.trainer.steps.training_step import TrainingStep
 from tests.meshes import alone
 from tests.unit.trainer.steps.groups_under_test import group, job
 
@@ -52,7 +52,7 @@ def learner(config: JobConfig) -> Learner:
     return Learner(model, OptimizerConfig(muon_lr=0.02, adamw_lr=0.02), config.algorithm)
 
 
-def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
+def groups(silent: Collection[int] = (), count: int = 4) -> list[TrajectoryGroup]:
     """With all that any algorithm asks for; those of `silent` have equal rewards."""
     found = []
     for number in range(count):
@@ -66,14 +66,14 @@ def groups(silent: Collection[int] = (), count: int = 4) -> list[Group]:
 def step(learner: Learner, config: JobConfig) -> TrainingStep:
     clock = SystemClock()
     mesh = alone("trainer/job", clock, Random(0), SystemHost())
-    compute = Compute(mesh, "job", Rank.alone(learner))
-    gradients = Gradients(mesh, compute, "gang", 10.0, Calibration(BinCost(), 2560))
+    compute = GangCompute(mesh, "job", Rank.for_single_rank(learner))
+    gradients = GradientCollector(mesh, compute, "gang", 10.0, CostCalibration(BinCost(), 2560))
     return TrainingStep(
         mesh, config, compute, gradients, VERSION + 1, "manifest", lambda *phase: None
     )
 
 
-async def as_they_come(**which: Any) -> AsyncIterator[Group]:
+async def as_they_come(**which: Any) -> AsyncIterator[TrajectoryGroup]:
     for one in groups(**which):
         yield one
 
@@ -86,14 +86,14 @@ async def test_a_step_of_every_algorithm_is_repeated_bit_by_bit_from_its_record(
 ) -> None:
     config = job(name, **keys)
     first, second = learner(config), learner(config)
-    before = first.copied_weights()
+    before = first.copy_weights()
     done = await step(first, config).run(as_they_come())
     assert len(done.updates) == keys.get("updates", 1) and first.steps == len(done.updates)
-    assert not all(torch.equal(tensor, before[n]) for n, tensor in first.weights().items())
+    assert not all(torch.equal(tensor, before[n]) for n, tensor in first.get_weights().items())
     again = await step(second, config).replay(groups(), done.updates)
     own = dict(second.model.named_parameters())
     assert all(torch.equal(p, own[n]) for n, p in first.model.named_parameters())
-    assert again.batch.metrics() == done.batch.metrics()
+    assert again.batch.build_metrics() == done.batch.build_metrics()
     assert again.stats == done.stats
 
 
@@ -104,19 +104,21 @@ async def test_a_masked_trajectory_has_no_part_in_gradient_or_divisor(kind: str)
     masked = [replace(one, truncated=np.array([False, True, False])) for one in groups()]
     found, expected = learner(config), learner(config)
 
-    async def coming() -> AsyncIterator[Group]:
+    async def coming() -> AsyncIterator[TrajectoryGroup]:
         for one in masked:
             yield one
 
     done = await step(found, config).run(coming())
-    whole = Batch(VERSION, config)
-    kept = [s for one in groups() for s in whole.add(one) if s.member != 1]
-    gradient, stats = add(map(expected.gradient, make_bins(kept, config.training.bin_tokens)))
-    factor = lr_factor(VERSION, config.budget.steps, config.optimizer)
-    norm = expected.apply(gradient, denominator(kept, config), factor)
-    assert done.norm == pytest.approx(norm, rel=1e-5) and done.stats.tokens == stats.tokens
-    own = expected.weights()
-    for name, tensor in found.weights().items():
+    whole = StepBatch(VERSION, config)
+    kept = [s for one in groups() for s in whole.add(one) if s.member_index != 1]
+    gradient, stats = sum_gradients(
+        map(expected.compute_gradient, make_bins(kept, config.training.bin_tokens))
+    )
+    factor = compute_lr_factor(VERSION, config.budget.steps, config.optimizer)
+    norm = expected.apply_gradient(gradient, compute_denominator(kept, config), factor)
+    assert done.gradient_norm == pytest.approx(norm, rel=1e-5) and done.stats.tokens == stats.tokens
+    own = expected.get_weights()
+    for name, tensor in found.get_weights().items():
         torch.testing.assert_close(tensor, own[name], atol=1e-5, rtol=1e-4)
 
 
@@ -140,8 +142,8 @@ async def test_a_step_makes_as_many_updates_as_it_was_told_to(
     assert [len(groups) for groups in taught] == dealt
     assert sorted(set().union(*taught)) == [g for g in range(count) if g not in silent]
     await step(second, config).replay(groups(**which), done.updates)
-    own = second.weights()
-    assert all(torch.equal(tensor, own[name]) for name, tensor in first.weights().items())
+    own = second.get_weights()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in first.get_weights().items())
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -149,9 +151,9 @@ async def test_a_step_makes_as_many_updates_as_it_was_told_to(
 async def test_a_step_tells_the_divisors_of_its_sums(name: AlgorithmName, updates: int) -> None:
     config = job(name, updates=updates)
     done = await step(learner(config), config).run(as_they_come(silent=(3,)))
-    trained = [s.trained for s in done.batch.sequences]
+    trained = [s.loss_token_count for s in done.batch.sequences]
     assert len(trained) == 9
-    assert done.counted == (sum(trained) if name == "grpo" else 9)
+    assert done.denominator_sum == (sum(trained) if name == "grpo" else 9)
 
 
 async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
@@ -164,19 +166,19 @@ async def test_supervised_tokens_have_no_gap_to_an_engine() -> None:
 async def test_updates_of_a_step_keep_to_the_policy_that_it_began_with() -> None:
     config = job("dapo", correction="tis", updates=2)
     one, plain = learner(config), learner(config)
-    batch = Batch(VERSION, config)
+    batch = StepBatch(VERSION, config)
     by_group = [batch.add(g) for g in groups()]
     for sequence in batch.sequences:
         (bin,) = make_bins([sequence], 100)
         sequence.extras["proximal"] = np.append(0, plain.score(bin)).astype(np.float32)
-    factor = lr_factor(VERSION, config.budget.steps, OptimizerConfig())
+    factor = compute_lr_factor(VERSION, config.budget.steps, OptimizerConfig())
     for part in (by_group[:2], by_group[2:]):
         members = [s for one_group in part for s in one_group]
-        gradient, _ = add(plain.gradient(bin) for bin in make_bins(members, 60))
-        plain.apply(gradient, denominator(members, config), factor)
+        gradient, _ = sum_gradients(plain.compute_gradient(bin) for bin in make_bins(members, 60))
+        plain.apply_gradient(gradient, compute_denominator(members, config), factor)
     await step(one, config).run(as_they_come())
-    for name, tensor in one.weights().items():
-        assert torch.allclose(tensor, plain.weights()[name], atol=2e-5), name
+    for name, tensor in one.get_weights().items():
+        assert torch.allclose(tensor, plain.get_weights()[name], atol=2e-5), name
 
 
 async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> None:
@@ -184,7 +186,7 @@ async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> No
     config = job("dapo", updates=2)
     one = learner(config)
     done = await step(one, config).run(as_they_come())
-    first = sum(s.trained for s in done.batch.sequences if s.group < 2)
+    first = sum(s.loss_token_count for s in done.batch.sequences if s.group_id < 2)
     assert 0 < done.stats.fresh_tokens == first < done.stats.tokens
 
 
@@ -192,13 +194,15 @@ async def test_the_gap_to_the_engine_is_that_of_the_weights_which_it_had() -> No
 @pytest.mark.parametrize("name", sorted(set(ALGORITHMS) - {"ppo", "reinforce_pp"}))
 def test_a_gradient_does_not_depend_on_how_sequences_are_packed(name: AlgorithmName) -> None:
     config = job(name, correction="tis", correction_level="sequence", kl_coefficient=0.05)
-    one, batch = learner(config), Batch(VERSION, config)
+    one, batch = learner(config), StepBatch(VERSION, config)
     for given in groups():
         batch.add(given)
-    whole, stats = add(one.gradient(bin) for bin in make_bins(batch.sequences, 10_000, VERSION))
+    whole, stats = sum_gradients(
+        one.compute_gradient(bin) for bin in make_bins(batch.sequences, 10_000, VERSION)
+    )
     for budget in (8, 20, 40):
         bins = make_bins(batch.sequences, budget, VERSION)
-        gradient, again = add(one.gradient(bin) for bin in bins)
+        gradient, again = sum_gradients(one.compute_gradient(bin) for bin in bins)
         assert len(bins) > 1 and torch.allclose(gradient, whole, rtol=1e-3, atol=1e-5)
         assert again.loss_sum == pytest.approx(stats.loss_sum, rel=1e-4)
         assert (again.tokens, again.clipped) == (stats.tokens, stats.clipped)
@@ -213,7 +217,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def weights_of(one: Learner) -> dict[str, torch.Tensor]:
-    return dict(one.copied_weights())
+    return dict(one.copy_weights())
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -222,25 +226,25 @@ async def test_a_step_is_repeated_with_the_settings_in_its_record(change: str) -
     now = replace(was, **CHANGES[change])
     first = learner(was)
     done = await step(first, was).run(as_they_come())
-    record = in_force(was)
+    record = select_recorded(was)
 
     resumed = learner(was)
-    resumed.adopt(now.algorithm, now.optimizer)  # as a trainer starts on the changed job
-    then = as_it_was(now, record)
+    resumed.update_settings(now.algorithm, now.optimizer)  # as a trainer starts on the changed job
+    then = restore_recorded(now, record)
     assert then == was
-    resumed.adopt(then.algorithm, then.optimizer)
+    resumed.update_settings(then.algorithm, then.optimizer)
     await step(resumed, then).replay(groups(), done.updates)
     expected = weights_of(first)
     assert all(torch.equal(t, expected[name]) for name, t in weights_of(resumed).items())
 
     other = learner(was)
-    other.adopt(now.algorithm, now.optimizer)
+    other.update_settings(now.algorithm, now.optimizer)
     await step(other, now).replay(groups(), done.updates)
     assert not all(torch.equal(t, expected[name]) for name, t in weights_of(other).items())
 
 
 def test_what_is_recorded_is_what_a_step_computes_with() -> None:
-    recorded = in_force(job())
+    recorded = select_recorded(job())
     assert {"optimizer.muon_lr", "optimizer.final_lr", "budget.steps", "algorithm.clip_high"} <= (
         set(recorded)
     )

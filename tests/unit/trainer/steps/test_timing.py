@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.base.files.lines import whole
+from meshrl.common.base.files.json_lines import iterate_rows
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import (
@@ -20,53 +20,53 @@ from meshrl.common.job.config import (
     RewardConfig,
     TrackingConfig,
 )
-from meshrl.common.mesh.telemetry.stopwatch import UNTIMED
+from meshrl.common.mesh.telemetry.stopwatch import NULL_STOPWATCH
 from meshrl.common.state import jobs
-from meshrl.services.trainer.core.committing import evaluated
-from meshrl.services.trainer.steps.step_parts import StepParts
-from meshrl.services.trainer.steps.timing import StepTimes
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.services.trainer.core.step_commits import wait_for_evaluation
+from meshrl.services.trainer.steps.step_durations import StepPartTimer
+from meshrl.services.trainer.steps.step_traces import StepTraceWriter
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.meshes import alone
 from tests.simulated_host import SimulatedHost
 from tests.stories import story_on
 from tests.unit.common.generation.engines_under_test import StandingClock
 
-Story = Callable[[StepTimes, VirtualClock], Awaitable[None]]
+Story = Callable[[StepTraceWriter, VirtualClock], Awaitable[None]]
 
 
 def told(root: Path, story: Story, share: float = 1.0) -> list[dict[str, Any]]:
     async def main(clock: VirtualClock, random: Random) -> None:
         mesh = alone("trainer/tiny", clock, random, SimulatedHost(clock, random.child("host")))
         config = JobConfig(name="tiny", tracking=TrackingConfig(trace=share))
-        times = StepTimes(mesh, JobData("tiny", config, root / "bundle", root))
+        times = StepTraceWriter(mesh, JobData("tiny", config, root / "bundle", root))
         await story(times, clock)
         await times.close()
 
     run_virtual(main)
-    return list(whole(root / "trace" / "trainer.jsonl"))
+    return list(iterate_rows(root / "trace" / "trainer.jsonl"))
 
 
-async def step(times: StepTimes, clock: VirtualClock) -> None:
-    times.begin(3)
-    times.enter("waiting")
+async def step(times: StepTraceWriter, clock: VirtualClock) -> None:
+    times.begin_step(3)
+    times.enter_phase("waiting")
     await clock.sleep(2.0)
     times.intake.enter("pack")
-    times.enter("computing")
+    times.enter_phase("computing")
     began = clock.monotonic()
     await clock.sleep(0.5)
     times.intake.enter("")
-    times.enter("writing")  # of the checkpoint before: that is no phase of this step
-    times.checkpoint(2, 4.0)
-    times.round(began, clock.monotonic() - began)
+    times.enter_phase("writing")  # of the checkpoint before: that is no phase of this step
+    times.add_checkpoint(2, 4.0)
+    times.add_round(began, clock.monotonic() - began)
     await clock.sleep(0.25)
-    times.enter("committing")
+    times.enter_phase("committing")
     await clock.sleep(1.0)
 
 
 def test_phases_fill_a_step_while_a_checkpoint_is_written_beside_it(tmp_path: Path) -> None:
-    async def story(times: StepTimes, clock: VirtualClock) -> None:
+    async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
-        times.ended(tokens=700)
+        times.end_step(tokens=700)
 
     written, done = told(tmp_path, story)
     assert (written["kind"], written["step"], written["parts"]) == ("checkpoint", 2, ["write", 4e3])
@@ -78,51 +78,51 @@ def test_phases_fill_a_step_while_a_checkpoint_is_written_beside_it(tmp_path: Pa
 
 
 def test_a_step_that_is_cut_off_is_not_told_and_the_next_one_is_its_own(tmp_path: Path) -> None:
-    async def story(times: StepTimes, clock: VirtualClock) -> None:
+    async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
         await step(times, clock)
-        times.ended(tokens=1)
+        times.end_step(tokens=1)
 
     rows = [row for row in told(tmp_path, story) if row["kind"] == "step"]
     assert len(rows) == 1 and rows[0]["rounds"] == [2000.0, 500.0]
 
 
 def test_a_job_without_traces_times_no_step(tmp_path: Path) -> None:
-    async def story(times: StepTimes, clock: VirtualClock) -> None:
+    async def story(times: StepTraceWriter, clock: VirtualClock) -> None:
         await step(times, clock)
-        assert times.intake is UNTIMED
-        times.ended(tokens=1)
+        assert times.intake is NULL_STOPWATCH
+        times.end_step(tokens=1)
 
     assert told(tmp_path, story, share=0.0) == []
 
 
 def test_parts_add_up_within_a_step_and_over_all() -> None:
     clock = StandingClock()
-    parts = StepParts(clock.monotonic)
+    parts = StepPartTimer(clock.monotonic)
     for seconds in (1.0, 3.0):
-        parts.began()
+        parts.begin_step()
         for _ in range(2):
-            with parts.of("stage"):
+            with parts.measure("stage"):
                 clock.pass_(seconds)
-        parts.took("update", 0.25)
-        parts.ended()
-    assert parts.last_seconds == {"stage": 6.0, "update": 0.25}
-    assert parts.total == {"stage": 8.0, "update": 0.5}
+        parts.add("update", 0.25)
+        parts.end_step()
+    assert parts.rounded_last_step_s == {"stage": 6.0, "update": 0.25}
+    assert parts.total_s == {"stage": 8.0, "update": 0.5}
 
 
 def test_a_step_that_was_cut_off_shows_in_the_sum_alone() -> None:
     clock = StandingClock()
-    parts = StepParts(clock.monotonic)
-    parts.began()
-    with pytest.raises(KeyError), parts.of("stage"):
+    parts = StepPartTimer(clock.monotonic)
+    parts.begin_step()
+    with pytest.raises(KeyError), parts.measure("stage"):
         clock.pass_(2.0)
         raise KeyError
-    parts.began()
-    with parts.of("commit"):
+    parts.begin_step()
+    with parts.measure("commit"):
         clock.pass_(0.5)
-    parts.ended()
-    assert parts.last_seconds == {"commit": 0.5}
-    assert parts.total == {"stage": 2.0, "commit": 0.5}
+    parts.end_step()
+    assert parts.rounded_last_step_s == {"commit": 0.5}
+    assert parts.total_s == {"stage": 2.0, "commit": 0.5}
 
 
 HOLD_S = 60.0
@@ -144,17 +144,17 @@ class Bench:
 
     async def submit(self) -> None:
         await self.mesh.join(None)
-        await jobs.submit(self.mesh.state, "calc", self.data.config.document(), "", "op")
+        await jobs.submit(self.mesh.state, "calc", self.data.config.to_document(), "", "op")
 
     async def record(self, version: int) -> None:
         tag, name, token = f"step-{version}", self.mesh.name, self.mesh.token
         await jobs.record_evaluation(
-            self.mesh.state, "calc", jobs.RecordedResult(tag, 0, version, {}), name, token
+            self.mesh.state, "calc", jobs.EvaluationRecord(tag, 0, version, {}), name, token
         )
 
     async def waited(self, version: int) -> float:
         started = self.clock.monotonic()
-        await evaluated(self.mesh, self.data, version)
+        await wait_for_evaluation(self.mesh, self.data, version)
         return self.clock.monotonic() - started
 
 
@@ -178,7 +178,7 @@ async def test_the_commit_waits_until_the_result_is_on_record_and_says_so(bench:
     waiting = asyncio.ensure_future(bench.waited(4))
     await bench.clock.sleep(20.0)
     assert not waiting.done()
-    [wait] = bench.mesh.waits.published([])
+    [wait] = bench.mesh.waits.list_longest([])
     assert (wait["on"], wait["what"]) == ("rollout/calc/0", "the evaluation of version 4")
     await bench.record(4)
     assert 20.0 <= await waiting < 21.0
@@ -194,12 +194,12 @@ async def test_training_goes_on_when_the_evaluation_does_not_come(bench: Bench) 
 async def test_a_pause_is_no_part_of_what_the_commit_waits(bench: Bench) -> None:
     waiting = asyncio.ensure_future(bench.waited(4))
     await bench.clock.sleep(HOLD_S / 2)
-    bench.mesh.job_clock.hold(True)
+    bench.mesh.job_clock.set_paused(True)
     await bench.clock.sleep(10 * HOLD_S)
-    assert not waiting.done() and not bench.mesh.waits.published([])
-    bench.mesh.job_clock.hold(False)
+    assert not waiting.done() and not bench.mesh.waits.list_longest([])
+    bench.mesh.job_clock.set_paused(False)
     await bench.clock.sleep(5.0)
-    [wait] = bench.mesh.waits.published([])
+    [wait] = bench.mesh.waits.list_longest([])
     assert bench.clock.wall() - wait["since_ms"] / 1000 <= 5.0
     assert 11 * HOLD_S <= await waiting < 11 * HOLD_S + 1.0
 

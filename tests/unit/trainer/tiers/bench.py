@@ -14,25 +14,25 @@ import xxhash
 from torch import Tensor
 
 from meshrl.common.api.calls.interface import Interface
-from meshrl.common.api.calls.role import Settle, Settled
+from meshrl.common.api.calls.role import SetTier, TierUsage
 from meshrl.common.api.node import Worker
-from meshrl.common.api.weights import Group
+from meshrl.common.api.weights import TrajectoryGroup
 from meshrl.common.base.clock import Clock
 from meshrl.common.base.random import Random
 from meshrl.common.job.bundle.job_data import JobData
-from meshrl.common.job.config import AlgorithmConfig, JobConfig, LoraConfig, ModelConfigSection
+from meshrl.common.job.config import AlgorithmConfig, JobConfig, LoraConfig, TrainedModelConfig
+from meshrl.common.mesh.runtime.dependencies import MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Seams
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.common.state.redis.client import State
-from meshrl.services.node.residents.segments import KeepsSegments, Segments
-from meshrl.services.trainer.arithmetic.learner import Learner
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.redis.client import StateClient
+from meshrl.services.node.instances.segments import MemorySegments, SegmentCallsMixin
 from meshrl.services.trainer.core.core import TrainerCore
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.initial.beginning import adapt, fresh_learner
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.initialization.initial_weights import add_adapters, create_learner
+from meshrl.services.trainer.learner.learner import Learner
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.sim.network import MemoryNetwork, MemoryTransport
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_network import MemoryNetwork, MemoryTransport
 from tests.simulated_host import SimulatedHost
 from tests.tokenizers import make_tokenizer
 from tests.unit.trainer.steps.groups_under_test import group, job
@@ -51,15 +51,15 @@ SegmentCalls.methods = {
 }
 
 
-class Keeper(KeepsSegments):
+class Keeper(SegmentCallsMixin):
     interface = SegmentCalls
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: MemorySegments) -> None:
         self.segments = segments
 
 
 def configured(variant: str) -> JobConfig:
-    config = replace(job("grpo"), model=ModelConfigSection(config=MODEL))
+    config = replace(job("grpo"), model=TrainedModelConfig(config=MODEL))
     if variant == "critic":
         return replace(config, algorithm=AlgorithmConfig(name="ppo"))
     if variant == "adapters":
@@ -84,8 +84,8 @@ class Bench:
         self.config = configured(variant)
         make_tokenizer(directory)
         self.network = MemoryNetwork(clock, random.child("network"))
-        self.state: State = simulated_state(clock)
-        self.segments = Segments(lambda: 1 << 40, budget, WORKER)
+        self.state: StateClient = open_simulated_state(clock)
+        self.segments = MemorySegments(lambda: 1 << 40, budget, WORKER)
         self.starts, self.epoch = 0, 0
         self.core = self.started()
 
@@ -94,7 +94,7 @@ class Bench:
         return Mesh(
             name,
             name.partition("/")[0],
-            Seams(
+            MeshDependencies(
                 state=self.state,
                 transport=MemoryTransport(self.network, f"mem://{name}/{self.starts}"),
                 clock=self.clock,
@@ -106,19 +106,19 @@ class Bench:
     def started(self) -> TrainerCore:
         """A process of the core, as if it stood where the job begins."""
         data = JobData("j", self.config, self.directory, self.directory)
-        learner = fresh_learner(data)
-        adapt(data, learner)
-        seat = Seat("g0", "g0.0", "j", 1, core=True)
+        learner = create_learner(data)
+        add_adapters(data, learner)
+        seat = Placement("g0", "g0.0", "j", 1, core=True)
         mesh = self.mesh("trainer/j")
-        core = TrainerCore(mesh, data, seat, Compute(mesh, "j", Rank.alone(learner)))
-        core.tiers.places.segments, core.tiers.places.files = WORKER, str(self.directory)
-        core.ready = core.position.whole = True
+        core = TrainerCore(mesh, data, seat, GangCompute(mesh, "j", Rank.for_single_rank(learner)))
+        core.tiers.storage.segment_owner, core.tiers.storage.directory = WORKER, str(self.directory)
+        core.is_ready = core.position.is_complete = True
         return core
 
     @property
     def learner(self) -> Learner:
         """Of the core."""
-        learner = self.core.compute.alone
+        learner = self.core.compute.local_learner
         assert learner is not None
         return learner
 
@@ -134,17 +134,19 @@ class Bench:
             await self.core.mesh.leave()
             await self.worker.leave()
 
-    async def settle(self, tier: str) -> Settled:
+    async def settle(self, tier: str) -> TierUsage:
         self.epoch += 1
-        return await self.core.tiers.settle(self.wish(tier, self.epoch))
+        return await self.core.tiers.set_tier(self.wish(tier, self.epoch))
 
-    def wish(self, tier: str, epoch: int) -> Settle:
-        return Settle(tier, epoch, turns=False, segments=WORKER, files=str(self.directory))
+    def wish(self, tier: str, epoch: int) -> SetTier:
+        return SetTier(
+            tier, epoch, time_sliced=False, segment_owner=WORKER, offload_dir=str(self.directory)
+        )
 
     async def step(self, number: int, between: Callable[[], Awaitable[Any]] | None = None) -> None:
         """One step of the core, with something done after each group and each piece."""
 
-        async def arrive() -> AsyncIterator[Group]:
+        async def arrive() -> AsyncIterator[TrajectoryGroup]:
             for one in range(3):
                 if between is not None:
                     await between()
@@ -161,8 +163,8 @@ class Bench:
     def digest(self) -> str:
         """Of all that the next step depends on."""
         learner = self.learner
-        hashed = xxhash.xxh3_128(repr(sorted(learner.counts().items())).encode())
-        tensors: dict[str, Tensor] = learner.tensors() | learner.derived()
+        hashed = xxhash.xxh3_128(repr(sorted(learner.get_counts().items())).encode())
+        tensors: dict[str, Tensor] = learner.get_tensors() | learner.get_derived_tensors()
         for name, tensor in tensors.items():
             hashed.update(name.encode())
             copied = tensor.detach().clone().view(-1).view(torch.uint8)

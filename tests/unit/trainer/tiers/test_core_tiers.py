@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.api.calls.role import Settled
+from meshrl.common.api.calls.role import TierUsage
 from meshrl.common.base.clock import Clock
-from meshrl.common.base.errors import Damaged, MeshError, RankLost, Refused, StorageFull
+from meshrl.common.base.errors import CorruptData, MeshError, RankLost, Refused, StorageFull
 from meshrl.common.base.random import Random
 from meshrl.common.state.jobs import JobRow
-from meshrl.services.trainer.core.position import committed_of
-from meshrl.services.trainer.core.sleeping import COMMIT_S
+from meshrl.services.trainer.core.core_sleep import COMMIT_TIMEOUT_S
+from meshrl.services.trainer.core.position import build_committed_version
 from meshrl.services.trainer.versions.publishing import VersionIdentity
-from meshrl.sim.loop import run_virtual
+from meshrl.sim.virtual_loop import run_virtual
 from tests.stories import story_on
 from tests.unit.trainer.tiers.bench import Bench
 
@@ -62,9 +62,12 @@ def test_any_sequence_of_tiers_leaves_the_same_bits(variant: str, tmp_path: Path
                     tier = TIERS[draw.randrange(3)]
                     held = await bench.settle(tier)
                     assert bench.core.tiers.stats()["tier"] == tier
-                    assert (held.accelerator > 0) == (tier == "accelerator")
-                    assert (held.memory > 0, held.disk > 0) == (tier == "memory", tier == "disk")
-                    assert bench.segments.bytes == held.memory
+                    assert (held.accelerator_bytes > 0) == (tier == "accelerator")
+                    assert (held.memory_bytes > 0, held.disk_bytes > 0) == (
+                        tier == "memory",
+                        tier == "disk",
+                    )
+                    assert bench.segments.total_bytes == held.memory_bytes
                 await bench.settle("accelerator")
 
             for number in range(1, STEPS + 1):
@@ -86,8 +89,8 @@ async def test_a_step_waits_where_it_is_while_the_core_sleeps(
         step = asyncio.create_task(bench.step(1))
         await clock.sleep(5000.0)  # no deadline of its own runs
         assert not step.done()
-        assert bench.core.nap.total_s == pytest.approx(5000.0)
-        tensors = bench.learner.tensors().values()
+        assert bench.core.sleep_timer.total_s == pytest.approx(5000.0)
+        tensors = bench.learner.get_tensors().values()
         sizes = {tensor.untyped_storage().nbytes() for tensor in tensors}
         assert sizes == {0}, "memory that is not given back"
         await bench.settle("accelerator")
@@ -110,7 +113,7 @@ async def test_no_room_leaves_it_where_it_was(
             await bench.settle("memory")
         assert bench.core.tiers.stats()["tier"] == "disk"
         held = await bench.settle("accelerator")
-        assert held.disk == held.memory == 0 and not files_in(tmp_path)
+        assert held.disk_bytes == held.memory_bytes == 0 and not files_in(tmp_path)
         assert bench.digest() == expected[0]
 
 
@@ -122,16 +125,16 @@ async def test_a_file_that_is_damaged_is_set_aside_and_the_state_is_lost_by_type
         held = await bench.settle("disk")
         (file,) = files_in(tmp_path)
         with file.open("r+b") as content:
-            content.seek(held.disk - 5)
+            content.seek(held.disk_bytes - 5)
             content.write(b"\xff\x01\xff\x02")
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptData):
             await bench.settle("accelerator")
         assert files_in(tmp_path / "quarantine")
         assert bench.core.tiers.stats()["tier"] == "accelerator"
         with pytest.raises(RankLost, match="last committed step"):
             await bench.step(1)
-        await bench.core.compute.form()  # as `_regain` does, before a checkpoint is restored
-        await bench.core.compute.begin()
+        await bench.core.compute.form_group()  # as `_regain` does, before a checkpoint is restored
+        await bench.core.compute.begin_step()
 
 
 @in_virtual_time
@@ -143,12 +146,12 @@ async def test_who_asks_may_go_at_any_await_and_ask_again(
             for tier in ("memory", "disk", "accelerator"):
                 bench.epoch += 1
                 wish = bench.wish(tier, bench.epoch)
-                asking = asyncio.create_task(bench.core.tiers.settle(wish))
+                asking = asyncio.create_task(bench.core.tiers.set_tier(wish))
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 asking.cancel()
                 await asyncio.gather(asking, return_exceptions=True)
-                await bench.core.tiers.settle(wish)
+                await bench.core.tiers.set_tier(wish)
                 assert bench.core.tiers.stats()["tier"] == tier
         await bench.step(1)
         assert bench.digest() == expected[0]
@@ -160,7 +163,7 @@ async def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         covered = 0  # the version that it has
-        bench.core.position.covered = bench.core.checkpoints.step = covered
+        bench.core.position.checkpointed_version = bench.core.checkpoints.last_step = covered
         await bench.settle("absent")
         step = asyncio.create_task(bench.step(1))
         await bench.settle("memory")
@@ -172,7 +175,7 @@ async def test_one_that_was_to_end_goes_on_where_it_is_needed_all_the_same(
 @in_virtual_time
 async def test_a_later_wish_takes_over(clock: Clock, random: Random, tmp_path: Path) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        settle = bench.core.tiers.settle
+        settle = bench.core.tiers.set_tier
         asked = [
             asyncio.create_task(settle(bench.wish(tier, epoch)))
             for epoch, tier in enumerate(("memory", "disk", "accelerator", "memory"), 1)
@@ -180,7 +183,7 @@ async def test_a_later_wish_takes_over(clock: Clock, random: Random, tmp_path: P
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers[:-1]:
             assert not isinstance(answer, Exception) or isinstance(answer, MeshError)
-        assert isinstance(answers[-1], Settled) and answers[-1].memory > 0
+        assert isinstance(answers[-1], TierUsage) and answers[-1].memory_bytes > 0
         assert bench.core.tiers.epoch == 4
 
 
@@ -196,11 +199,11 @@ async def test_a_process_that_starts_again_goes_on_from_what_was_kept(
             dead, bench.core = bench.core, bench.started()
             await dead.mesh.leave()
             await bench.core.mesh.join(None)
-            row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.name)
-            assert await bench.core.sleeper.resumed(row)
+            row = Row(lineage=0, version=1, manifest="m1", checkpoint=dead.checkpoints.last_name)
+            assert await bench.core.sleeper.try_resume(row)
             assert bench.digest() == expected[0]
             assert bench.core.position.version == 1 and bench.core.position.manifest == "m1"
-            assert not bench.segments.bytes and not files_in(tmp_path)
+            assert not bench.segments.total_bytes and not files_in(tmp_path)
             await bench.step(2)
             assert bench.digest() == expected[1]
 
@@ -239,22 +242,22 @@ async def test_what_is_of_another_version_is_left_alone_and_removed(
         await bench.core.mesh.join(None)
         before = bench.digest()
         about = {"lineage": 0, "version": 1, "manifest": "m", "checkpoint": ""} | stands
-        assert not await bench.core.sleeper.resumed(Row(**about))
-        assert bench.digest() == before and not bench.segments.bytes
+        assert not await bench.core.sleeper.try_resume(Row(**about))
+        assert bench.digest() == before and not bench.segments.total_bytes
 
 
 @in_virtual_time
 async def test_a_half_update_is_of_no_version(clock: Clock, random: Random, tmp_path: Path) -> None:
     async with Bench(clock, random, tmp_path) as bench:
-        assert bench.core.standing()["version"] == 0
-        bench.core.enter("updating", 1)
-        assert bench.core.standing()["version"] == -1
-        bench.core.position.computed = 1
-        assert bench.core.standing()["version"] == 1
+        assert bench.core.describe_state()["version"] == 0
+        bench.core.enter_phase("updating", 1)
+        assert bench.core.describe_state()["version"] == -1
+        bench.core.position.computed_step = 1
+        assert bench.core.describe_state()["version"] == 1
         bench.core.position.version = 1
-        assert bench.core.standing()["version"] == 1
-        bench.core.position.whole = False  # it is being restored
-        assert bench.core.standing()["version"] == -1
+        assert bench.core.describe_state()["version"] == 1
+        bench.core.position.is_complete = False  # it is being restored
+        assert bench.core.describe_state()["version"] == -1
 
 
 @pytest.mark.parametrize(
@@ -268,16 +271,18 @@ async def test_a_step_that_was_not_committed_counts_if_its_weights_have_been_sin
         await bench.step(1)
         core = bench.core
         position = core.position
-        position.version, position.weights, position.computed = 0, VersionIdentity("m0"), 1
-        position.staged = (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
+        position.version, position.weights, position.computed_step = 0, VersionIdentity("m0"), 1
+        position.staged_version = (
+            (1, VersionIdentity(staged)) if staged else (0, VersionIdentity(""))
+        )
         before = bench.digest()
         await bench.settle("memory")
         dead, bench.core = core, bench.started()
         await dead.mesh.leave()
         await bench.core.mesh.join(None)
         row = Row(lineage=0, version=1, manifest=committed, checkpoint="")
-        assert await bench.core.sleeper.resumed(row) == used
-        assert (bench.digest() == before) == used and not bench.segments.bytes
+        assert await bench.core.sleeper.try_resume(row) == used
+        assert (bench.digest() == before) == used and not bench.segments.total_bytes
 
 
 @in_virtual_time
@@ -286,12 +291,12 @@ async def test_a_step_that_is_repeated_is_not_taken_for_computed(
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         core = bench.core
-        core.enter("updating", 1)
-        core.position.computed, core.position.staged = 1, (1, VersionIdentity("m1"))
+        core.enter_phase("updating", 1)
+        core.position.computed_step, core.position.staged_version = 1, (1, VersionIdentity("m1"))
         about = {"born": 0, "checkpoint": "", "checkpoint_step": 0}
-        core.go_on_from(committed_of(Row(lineage=0, version=0, manifest="m0"), about))
-        core.enter("updating", 1)  # again, and half of its updates are made
-        assert core.standing()["version"] == -1
+        core.resume_from(build_committed_version(Row(lineage=0, version=0, manifest="m0"), about))
+        core.enter_phase("updating", 1)  # again, and half of its updates are made
+        assert core.describe_state()["version"] == -1
 
 
 @in_virtual_time
@@ -300,15 +305,15 @@ async def test_a_step_that_waits_for_its_evaluation_refuses_an_end_and_goes_on(
 ) -> None:
     async with Bench(clock, random, tmp_path) as bench:
         core = bench.core
-        core.enter("updating", 1)
-        core.position.computed = 1
+        core.enter_phase("updating", 1)
+        core.position.computed_step = 1
         asking = asyncio.create_task(bench.settle("absent"))
-        await clock.sleep(COMMIT_S / 2)
+        await clock.sleep(COMMIT_TIMEOUT_S / 2)
         assert not asking.done()
-        await clock.sleep(COMMIT_S)
+        await clock.sleep(COMMIT_TIMEOUT_S)
         with pytest.raises(Refused, match="step 1 is not committed"):
             await asking
-        assert core.tiers.tier == "accelerator" and core.intake.awake.is_set()
-        core.position.updating = core.position.computed = 0
+        assert core.tiers.tier == "accelerator" and core.intake.is_awake.is_set()
+        core.position.updating_step = core.position.computed_step = 0
         await bench.step(1)
         assert bench.digest() == expected[0]

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.trainer import Restaged
-from meshrl.common.base.errors import Damaged, NotFound
-from meshrl.common.state.pool.workers.seat import Seat
-from meshrl.common.weights.layout.laying import How, Laid
-from meshrl.common.weights.receive import Receiver
+from meshrl.common.api.trainer import RestageResult
+from meshrl.common.base.errors import CorruptData, NotFound
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.weights.layout.chunk_builder import StagedRows, StagingOptions
+from meshrl.common.weights.receiver import WeightReceiver
 from meshrl.services.trainer.core.core import TrainerCore
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.gang.saving import GangStaging
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.gang.state_writers import GangStaging
 from meshrl.services.trainer.ranks.rank import Rank
 from meshrl.services.trainer.versions.publishing import VersionIdentity
 from tests.stories import story_on
@@ -27,50 +27,50 @@ from tests.unit.weights.store_bench import JOB
 PIECE_S = 200.0  # twice that is longer than who asks is kept waiting
 
 
-class Slow(Compute):
+class Slow(GangCompute):
     """Takes its time to stage, as a gang does, which is lost when that is cut off."""
 
     stagings, cut = 0, False
 
-    def staging(self, how: How, what: str) -> GangStaging:
-        return SlowStaging(self, super().staging(how, what))
+    def create_staging(self, options: StagingOptions, description: str) -> GangStaging:
+        return SlowStaging(self, super().create_staging(options, description))
 
 
 class SlowStaging(GangStaging):
     def __init__(self, compute: Slow, inner: GangStaging) -> None:
         self._compute, self._inner = compute, inner
 
-    async def settled(self) -> None:
-        await self._inner.settled()
+    async def wait_until_written(self) -> None:
+        await self._inner.wait_until_written()
 
     async def close(self) -> None:
         await self._inner.close()
 
-    async def copy(self, names: Sequence[str], part: int, parts: int) -> None:
+    async def copy(self, names: Sequence[str], part_index: int, part_count: int) -> None:
         try:
             await self._compute._mesh.clock.sleep(PIECE_S)
         except asyncio.CancelledError:
             self._compute.cut = True
             raise
-        await self._inner.copy(names, part, parts)
+        await self._inner.copy(names, part_index, part_count)
 
-    async def end(self) -> list[Laid]:
+    async def finish(self) -> list[StagedRows]:
         self._compute.stagings += 1
-        return await self._inner.end()
+        return await self._inner.finish()
 
 
 async def core_of(bench: Trained) -> tuple[TrainerCore, Slow]:
     """A core at the last version, of which the store has nothing any more."""
-    compute = Slow(bench.store.trainer, JOB, Rank.alone(bench.learner))
-    seat = Seat("g0", "g0.0", JOB, 1, core=True)
+    compute = Slow(bench.store.trainer, JOB, Rank.for_single_rank(bench.learner))
+    seat = Placement("g0", "g0.0", JOB, 1, core=True)
     core = TrainerCore(bench.store.trainer, bench.data, seat, compute)
     last = len(bench.manifests) - 1
-    core.ready, core.position.version, core.position.weights = (
+    core.is_ready, core.position.version, core.position.weights = (
         True,
         last,
         VersionIdentity(bench.manifests[last]),
     )
-    core.checkpoints.name, core.checkpoints.step = bench.names[last], last
+    core.checkpoints.last_name, core.checkpoints.last_step = bench.names[last], last
     for path in await bench.chunks(last):
         path.unlink()
     await bench.store.restart_store()
@@ -85,9 +85,9 @@ async def test_it_goes_on_when_who_asked_is_gone_and_who_asks_then_joins_it(benc
     await bench.store.clock.sleep(PIECE_S / 2)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    assert await core.restage(restage) == Restaged(False, later=True), "it goes on"
+    assert await core.restage(restage) == RestageResult(False, retry_later=True), "it goes on"
     both = await asyncio.gather(core.restage(restage), core.restage(restage))
-    assert list(both) == [Restaged(True)] * 2
+    assert list(both) == [RestageResult(True)] * 2
     assert (compute.stagings, compute.cut) == (2, False), "compared once, and written once"
     assert await bench.store.stored(bench.manifests[1])
 
@@ -108,9 +108,9 @@ async def test_a_version_cut_otherwise_is_written_again_from_its_checkpoint(benc
     await bench.checkpoint(2, most=64)
     core, _ = await core_of(bench)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).later:
+    while (told := await core.restage(restage)).retry_later:
         pass
-    assert told == Restaged(True)
+    assert told == RestageResult(True)
     assert await bench.store.stored(bench.manifests[2])
 
 
@@ -122,8 +122,8 @@ async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_c
     """Also where others have cut it: what lies in which chunk, the manifest says."""
     store, step = bench.store, 2
     torch.manual_seed(step)
-    bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
-    weights = bench.learner.copied_weights()
+    bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
+    weights = bench.learner.copy_weights()
     manifest = await staged_whole(store.trainer, store.bulk, JOB, 0, step, weights, most=100)
     await store.commit(step, manifest, bench.names[1])
     bench.manifests.append(manifest)
@@ -131,27 +131,27 @@ async def test_a_version_since_the_checkpoint_is_written_again_as_its_manifest_c
     core = TrainerCore(
         store.trainer,
         bench.data,
-        Seat("g0", "g0.0", JOB, 1, core=True),
-        Compute(store.trainer, JOB, Rank.alone(bench.learner)),
+        Placement("g0", "g0.0", JOB, 1, core=True),
+        GangCompute(store.trainer, JOB, Rank.for_single_rank(bench.learner)),
     )
-    core.ready, core.position.version, core.position.weights = (
+    core.is_ready, core.position.version, core.position.weights = (
         True,
         step,
         VersionIdentity(manifest),
     )
-    await core.publisher.look(manifest)
+    await core.publisher.load_version(manifest)
     its_own, *chunks = await bench.chunks(step)
     before = {path: path.read_bytes() for path in chunks}
     lost = {"a chunk": chunks[1:2], "all chunks": chunks}.get(gone, [its_own, *chunks])
     for path in lost:
         path.unlink()
     await store.restart_store()
-    while (told := await core.restage(manifest)).later:
+    while (told := await core.restage(manifest)).retry_later:
         pass
-    assert told == Restaged(True) and len(chunks) > 3
+    assert told == RestageResult(True) and len(chunks) > 3
     assert await store.stored(manifest)
     assert {path: path.read_bytes() for path in chunks} == before
-    image = await Receiver(store.trainer, store.bulk).receive(manifest)
+    image = await WeightReceiver(store.trainer, store.bulk).receive(manifest)
     assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
 
 
@@ -163,11 +163,11 @@ async def test_changed_weights_are_not_cut_as_a_manifest_says(bench: Trained) ->
     content = its_own.read_bytes()
     core, _ = await core_of(bench)
     its_own.write_bytes(content)
-    bench.learner.apply(torch.randn(bench.learner.size), 1.0, 1.0)
+    bench.learner.apply_gradient(torch.randn(bench.learner.parameter_count), 1.0, 1.0)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).later:
+    while (told := await core.restage(restage)).retry_later:
         pass
-    assert told == Restaged(False)
+    assert told == RestageResult(False)
 
 
 @story_on(trained, "tmp_path")
@@ -176,22 +176,24 @@ async def test_what_its_checkpoint_has_no_more_is_not_written_again(bench: Train
     bench.model(2).unlink()
     core, _ = await core_of(bench)
     restage = bench.manifests[2]
-    while (told := await core.restage(restage)).later:
+    while (told := await core.restage(restage)).retry_later:
         pass
-    assert told == Restaged(False)
+    assert told == RestageResult(False)
 
 
 async def staged(bench: Trained) -> None:
     """The weights of step 2 lie in the store."""
-    bench.learner.apply(torch.ones(bench.learner.size), 1.0, 1.0)
-    bench.manifests.append((await bench.publisher.stage(0, 2, bench.manifests[-1])).digest)
-    bench.weights.append(bench.learner.copied_weights())
+    bench.learner.apply_gradient(torch.ones(bench.learner.parameter_count), 1.0, 1.0)
+    bench.manifests.append((await bench.publisher.stage_version(0, 2, bench.manifests[-1])).digest)
+    bench.weights.append(bench.learner.copy_weights())
 
 
 async def checkpoint(bench: Trained) -> None:
-    await bench.checkpoints.begin(0, 2, VersionIdentity(bench.manifests[2]), {"version": 2})
-    await bench.checkpoints.settled(required=True)
-    bench.names.append(bench.checkpoints.name)
+    await bench.checkpoints.begin_checkpoint(
+        0, 2, VersionIdentity(bench.manifests[2]), {"version": 2}
+    )
+    await bench.checkpoints.wait_until_written(required=True)
+    bench.names.append(bench.checkpoints.last_name)
 
 
 @pytest.mark.parametrize("harm", [flip, delete], ids=lambda harm: harm.__name__)
@@ -217,6 +219,6 @@ async def test_weights_that_have_changed_are_not_taken_for_the_version(bench: Tr
         path.unlink()
     await bench.store.restart_store()
     bench.learner.load_weights(bench.weights[1])
-    with pytest.raises((Damaged, NotFound)):
+    with pytest.raises((CorruptData, NotFound)):
         await checkpoint(bench)
-    assert bench.checkpoints.name == bench.names[-1], "the one before"
+    assert bench.checkpoints.last_name == bench.names[-1], "the one before"

@@ -17,25 +17,30 @@ import pytest
 import torch
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.weights import STORE, Fetch, Weights
-from meshrl.common.base.errors import ConfigError, Damaged
+from meshrl.common.api.weights import STORE_NAME, ManifestRequest, Weights
+from meshrl.common.base.errors import ConfigError, CorruptData
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, LoraConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.records.checkpoints import STATE, all_checkpoints, manifest_of, verified
+from meshrl.common.records.checkpoints import (
+    STATE_FOLDER,
+    list_manifest_paths,
+    read_manifest,
+    verify_checkpoint,
+)
 from meshrl.common.state import events, steps
-from meshrl.common.state.pool.demand.planned import PublishedStats, planned
-from meshrl.common.state.registry import COUNTED
-from meshrl.services.trainer.gang.compute import Compute
-from meshrl.services.trainer.initial.beginning import adapt, fresh_learner
+from meshrl.common.state.pool.demand.planned_jobs import ProcessStats, build_planned_job
+from meshrl.common.state.registry import SNAPSHOT_STATS
+from meshrl.services.trainer.gang.gang_compute import GangCompute
+from meshrl.services.trainer.initialization.initial_weights import add_adapters, create_learner
 from meshrl.services.trainer.ranks.rank import Rank
-from meshrl.services.trainer.rows.filling import masters_of
-from meshrl.services.trainer.rows.saved import SavedRows
-from meshrl.services.trainer.versions.checkpointing import Checkpoints
-from meshrl.services.trainer.versions.publishing import Publisher, VersionIdentity
-from meshrl.services.trainer.versions.restoring import Restoring
-from meshrl.sim.mesh.job.arithmetic import MODEL
-from meshrl.sim.mesh.job.job import config_of, document_of
+from meshrl.services.trainer.rows.row_filling import make_row_filler
+from meshrl.services.trainer.rows.saved_rows import SavedRows
+from meshrl.services.trainer.versions.checkpointing import CheckpointWriter
+from meshrl.services.trainer.versions.publishing import VersionIdentity, VersionPublisher
+from meshrl.services.trainer.versions.restoring import CheckpointRestorer
+from meshrl.sim.mesh.job.job_setup import build_config, write_job
+from meshrl.sim.mesh.job.vector_arithmetic import MODEL_CONFIG
 from tests.stories import story_on
 from tests.unit.common.base.files.harms import HARMS, Harm, delete
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
@@ -48,11 +53,11 @@ class Trained:
         """`away`: its trainer is on a host that does not see where the run is at home."""
         self.store = store
         config = replace(config, name=JOB)
-        self.data = JobData.of(JOB, document_of(config, store.root), str(store.root))
+        self.data = JobData.from_document(JOB, write_job(config, store.root), str(store.root))
         if away:
-            self.data = self.data.elsewhere(self.data.bundle, store.root / "away")
-        self.learner = fresh_learner(self.data)
-        adapt(self.data, self.learner)
+            self.data = self.data.for_remote_host(self.data.bundle, store.root / "away")
+        self.learner = create_learner(self.data)
+        add_adapters(self.data, self.learner)
         self.open()
         self.names: list[str] = []
         self.weights: list[dict[str, torch.Tensor]] = []
@@ -65,11 +70,11 @@ class Trained:
 
     def open(self) -> None:
         store, mesh, enter = self.store, self.store.trainer, lambda phase, step: None
-        compute = Compute(mesh, JOB, Rank.alone(self.learner))
-        shape = ModelConfig.from_hf(MODEL)
-        self.publisher = Publisher(mesh, self.data, compute)
-        self.checkpoints = Checkpoints(mesh, self.data, compute, shape, self.publisher, enter)
-        self.restoring = Restoring(mesh, store.bulk, self.data, compute, enter)
+        compute = GangCompute(mesh, JOB, Rank.for_single_rank(self.learner))
+        shape = ModelConfig.from_hf(MODEL_CONFIG)
+        self.publisher = VersionPublisher(mesh, self.data, compute)
+        self.checkpoints = CheckpointWriter(mesh, self.data, compute, shape, self.publisher, enter)
+        self.restoring = CheckpointRestorer(mesh, store.bulk, self.data, compute, enter)
 
     async def begin(self) -> None:
         await self.store.submit()
@@ -81,23 +86,23 @@ class Trained:
         have staged it.
         """
         torch.manual_seed(step)
-        gradient = torch.randn(self.learner.size)
-        self.learner.apply(gradient, 1.0, 1.0)
-        weights, state = self.learner.copied_weights(), self.store.state
+        gradient = torch.randn(self.learner.parameter_count)
+        self.learner.apply_gradient(gradient, 1.0, 1.0)
+        weights, state = self.learner.copy_weights(), self.store.state
         before = self.manifests[-1] if self.manifests else ""
         if most:
             about = self.store.trainer, self.store.bulk, JOB, 0, step, weights
             manifest = await staged_whole(*about, most=most)
         else:
-            manifest = (await self.publisher.stage(0, step, before)).digest
+            manifest = (await self.publisher.stage_version(0, step, before)).digest
         account: dict[str, Any] = {"version": step}
-        await self.checkpoints.begin(0, step, VersionIdentity(manifest), account)
-        await self.checkpoints.settled(required=True)
-        name, token = self.checkpoints.name, self.store.trainer.token
+        await self.checkpoints.begin_checkpoint(0, step, VersionIdentity(manifest), account)
+        await self.checkpoints.wait_until_written(required=True)
+        name, token = self.checkpoints.last_name, self.store.trainer.token
         if step == 0:
             trainer = self.store.trainer.name
             await steps.commit_initial(
-                state, JOB, trainer, token, 0, steps.VersionNames(manifest, name)
+                state, JOB, trainer, token, 0, steps.VersionReferences(manifest, name)
             )
         else:
             await self.store.commit(step, manifest, name)
@@ -107,9 +112,9 @@ class Trained:
 
     async def usable(self) -> int:
         """Which checkpoint is gone on from; the learner has its weights and its state."""
-        name, checkpoint = await self.restoring.usable(self.names[-1])
+        name, checkpoint = await self.restoring.restore_newest(self.names[-1])
         number = self.names.index(name)
-        found = self.learner.copied_weights()
+        found = self.learner.copy_weights()
         assert all(torch.equal(found[key], self.weights[number][key]) for key in found)
         assert self.learner.steps == number + 1 and checkpoint.step == number
         return number
@@ -118,7 +123,7 @@ class Trained:
         return self.store.run_dir / f"checkpoints/{self.names[number]}.json"
 
     def state(self, number: int) -> Path:
-        (file,) = (self.manifest(number).with_suffix("") / STATE).glob("*.safetensors")
+        (file,) = (self.manifest(number).with_suffix("") / STATE_FOLDER).glob("*.safetensors")
         return file
 
     def model(self, number: int) -> Path:
@@ -126,10 +131,10 @@ class Trained:
 
     async def chunks(self, number: int) -> list[Path]:
         """The manifest of its weights, and their chunks."""
-        asked = Fetch(self.manifests[number])
-        held = await self.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        asked = ManifestRequest(self.manifests[number])
+        held = await self.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
         names = dict.fromkeys([asked.digest, *(tensor.chunk for tensor in held.tensors)])
-        return [self.store.chunks.path(name) for name in names]
+        return [self.store.chunks.chunk_path(name) for name in names]
 
     async def told(self) -> list[dict[str, Any]]:
         found = await events.read_all(self.store.state)
@@ -144,7 +149,7 @@ def trained(
 ) -> None:
     async def on(store: StoreBench) -> None:
         asyncio.get_running_loop().limit = 1e6  # type: ignore[attr-defined]
-        bench = Trained(store, config or config_of(1, 1, 1, 9), away)
+        bench = Trained(store, config or build_config(1, 1, 1, 9), away)
         await bench.begin()
         await story(bench)
 
@@ -166,7 +171,7 @@ async def test_the_checkpoint_before_takes_the_place_of_a_damaged_one(
     assert one["what"] == "checkpoint" and bench.names[1] in one["path"]
     assert bench.names[0] in one["then"]
     kept = bench.store.run_dir / "quarantine/checkpoints"
-    assert (kept / bench.names[1] / STATE).is_dir()
+    assert (kept / bench.names[1] / STATE_FOLDER).is_dir()
     assert (kept / f"{bench.names[1]}.json").is_file() or (which, harm) == ("manifest", delete)
     assert not bench.manifest(1).exists() and not bench.manifest(1).with_suffix("").exists()
 
@@ -192,7 +197,7 @@ def test_adapters_and_what_they_are_added_to_are_made_again_too(tmp_path: Path) 
         assert await bench.usable() == 1
         assert await bench.store.stored(bench.manifests[1])
 
-    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
+    trained(tmp_path, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2)))
 
 
 @story_on(trained, "tmp_path")
@@ -205,7 +210,7 @@ async def test_a_job_whose_checkpoints_are_nowhere_whole_fails_by_name(bench: Tr
     state = bench.state(0)
     HARMS[0](state, b"")
     with pytest.raises(ConfigError, match="no checkpoint of the run is whole") as told:
-        await bench.restoring.usable(bench.names[0])
+        await bench.restoring.restore_newest(bench.names[0])
     assert str(state) in str(told.value) and "quarantine" in told.value.fix
     assert "the job fails" in (await bench.told())[-1]["then"]
 
@@ -217,7 +222,7 @@ async def test_an_older_one_without_manifest_is_set_aside(bench: Trained, tmp_pa
     unfinished = [directory / f"{bench.names[0]}.cut", directory / "step-000-000009-00000000"]
     for path in unfinished:
         path.mkdir()
-    await bench.checkpoints.clear(bench.names[1])
+    await bench.checkpoints.clear_unfinished(bench.names[1])
     aside = tmp_path / "quarantine/checkpoints" / bench.names[0]
     assert (aside / "model.safetensors").is_file() and bench.model(1).is_file()
     assert [one["aside"] for one in await bench.told()] == [str(aside)]
@@ -229,8 +234,8 @@ def test_training_goes_on_from_its_own_float32_weights(tmp_path: Path, adapters:
     """`usable` compares them bit by bit."""
 
     async def story(bench: Trained) -> None:
-        asked = Fetch(bench.manifests[1])
-        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        asked = ManifestRequest(bench.manifests[1])
+        held = await bench.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
         assert {tensor.dtype for tensor in held.tensors} == {"BF16"}
         assert await bench.usable() == 1
         for path in await bench.chunks(1):  # nothing of them is needed for that
@@ -239,7 +244,7 @@ def test_training_goes_on_from_its_own_float32_weights(tmp_path: Path, adapters:
         assert await bench.usable() == 1
         assert await bench.store.stored(bench.manifests[1]), "engines need them"
 
-    config = config_of(1, 1, 1, 9)
+    config = build_config(1, 1, 1, 9)
     half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
     trained(tmp_path, story, replace(half, lora=LoraConfig(rank=adapters)))
 
@@ -252,7 +257,7 @@ def test_what_the_store_has_lost_is_there_again_beside_masters(tmp_path: Path, w
         assert await bench.usable() == 1
         assert lost.exists()
 
-    config = config_of(1, 1, 1, 9)
+    config = build_config(1, 1, 1, 9)
     half = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
     trained(tmp_path, story, replace(half, lora=LoraConfig(rank=2)))
 
@@ -260,7 +265,7 @@ def test_what_the_store_has_lost_is_there_again_beside_masters(tmp_path: Path, w
 @story_on(trained, "tmp_path")
 async def test_the_one_before_takes_the_place_of_an_unreadable_model(bench: Trained) -> None:
     """Its weights are no numbers any more, and the store has lost them."""
-    next(iter(bench.learner.weights().values())).detach().fill_(float("nan"))
+    next(iter(bench.learner.get_weights().values())).detach().fill_(float("nan"))
     await bench.checkpoint(2)
     for path in await bench.chunks(2):
         path.unlink(missing_ok=True)
@@ -270,60 +275,65 @@ async def test_the_one_before_takes_the_place_of_an_unreadable_model(bench: Trai
 
 def planned_helped(bench: Trained, config: JobConfig) -> bool:
     """Whether the planner would place helpers, once it has read what the core publishes."""
-    assert "published" in COUNTED, "it is read of stats"
-    told = PublishedStats("core", "trainer", "1", {"published": bench.publisher.published})
+    assert "published" in SNAPSHOT_STATS, "it is read of stats"
+    told = ProcessStats("core", "trainer", "1", {"published": bench.publisher.published_dtypes})
     row = {"id": JOB, "phase": "training", "groups_per_step": 1, "submitted_ms": 0}
     row |= {"steps_done": 0, "held": "", "checkpoint": "", "stale_requeued": 0}
-    return planned(row, config.document(), [told]).need.helped
+    return build_planned_job(row, config.to_document(), [told]).need.helped
 
 
 def test_adapters_published_in_float32_from_now_on_keep_that_of_their_base(tmp_path: Path) -> None:
     """Which was published in bfloat16; `usable` compares bit by bit."""
-    wide = replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2))
+    wide = replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2))
     half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
 
     async def story(bench: Trained) -> None:
-        assert "bfloat16" in bench.publisher.unhelped and not planned_helped(bench, half)
+        assert "bfloat16" in bench.publisher.hybrid_rejection and not planned_helped(bench, half)
         bench.resume(wide)
-        assert not bench.publisher.unhelped, "nobody has looked"
+        assert not bench.publisher.hybrid_rejection, "nobody has looked"
         assert planned_helped(bench, wide)
-        await bench.publisher.look(bench.manifests[1])
-        assert "bfloat16" in bench.publisher.unhelped
+        await bench.publisher.load_version(bench.manifests[1])
+        assert "bfloat16" in bench.publisher.hybrid_rejection
         assert not planned_helped(bench, wide), "the planner does as the core says"
         await bench.checkpoint(2)
-        asked = Fetch(bench.manifests[2])
-        held = await bench.store.trainer.ref(STORE).call(Weights.manifest, asked)
+        asked = ManifestRequest(bench.manifests[2])
+        held = await bench.store.trainer.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
         assert {tensor.dtype for tensor in held.tensors} == {"BF16", "F32"}
-        assert "bfloat16" in bench.publisher.unhelped
+        assert "bfloat16" in bench.publisher.hybrid_rejection
         assert await bench.usable() == 2
 
     trained(tmp_path, story, half)
 
 
 def test_a_model_published_in_float32_from_now_on_is_whole_at_once(tmp_path: Path) -> None:
-    wide = config_of(1, 1, 1, 9)
+    wide = build_config(1, 1, 1, 9)
     half = replace(wide, rollout=replace(wide.rollout, dtype="bfloat16"))
 
     async def story(bench: Trained) -> None:
         bench.resume(wide)
-        await bench.publisher.look(bench.manifests[1])
-        assert bench.publisher.narrow and bench.publisher.unhelped, "that version is in bfloat16"
+        await bench.publisher.load_version(bench.manifests[1])
+        assert bench.publisher.has_narrow_dtypes and bench.publisher.hybrid_rejection, (
+            "that version is in bfloat16"
+        )
         await bench.checkpoint(2)
-        assert not bench.publisher.narrow and not bench.publisher.unhelped
+        assert not bench.publisher.has_narrow_dtypes and not bench.publisher.hybrid_rejection
         assert await bench.usable() == 2
 
     trained(tmp_path, story, half)
 
 
 def test_masters_that_nobody_saved_are_not_made_of_a_narrower_version(tmp_path: Path) -> None:
-    half = config_of(1, 1, 1, 9)
+    half = build_config(1, 1, 1, 9)
     half = replace(half, rollout=replace(half.rollout, dtype="bfloat16"))
 
     async def story(bench: Trained) -> None:
-        own, empty = bench.learner.rows(bench.learner.weights()), SavedRows(tmp_path / "nothing")
+        own, empty = (
+            bench.learner.get_rows(bench.learner.get_weights()),
+            SavedRows(tmp_path / "nothing"),
+        )
         about = bench.store.trainer, bench.store.bulk, bench.manifests[1]
-        with pytest.raises(Damaged, match="masters were not saved"):
-            await masters_of(*about, empty, own)
+        with pytest.raises(CorruptData, match="masters were not saved"):
+            await make_row_filler(*about, empty, own)
 
     trained(tmp_path, story, half)
 
@@ -336,11 +346,11 @@ def test_a_base_cut_otherwise_is_written_again_from_a_checkpoint(tmp_path: Path)
         assert len(lost) > 3, "of the base"
         next(iter(lost)).unlink()
         await bench.store.restart_store()
-        assert not await bench.publisher.stage_again(0, 3, bench.manifests[3])
-        assert await bench.restoring.mended(bench.names[3], bench.manifests[3])
+        assert not await bench.publisher.restage_version(0, 3, bench.manifests[3])
+        assert await bench.restoring.repair_version(bench.names[3], bench.manifests[3])
         assert await bench.store.stored(bench.manifests[3])
 
-    trained(tmp_path, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)))
+    trained(tmp_path, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2)))
 
 
 def content(path: Path) -> Any:
@@ -352,7 +362,7 @@ def content(path: Path) -> Any:
         data = 8 + int.from_bytes(held[:8], "little")
         return json.loads(held[8:data]), held[data:]
     if path.name.startswith("step-"):
-        told = manifest_of(path)
+        told = read_manifest(path)
         return told | {"files": list(told["files"])}
     return held
 
@@ -368,9 +378,11 @@ def written(root: Path, away: bool) -> dict[str, Any]:
             if path.is_file():
                 name = path.relative_to(home).as_posix()
                 found[name] = content(path)
-        assert [verified(path)["step"] for path in all_checkpoints(bench.store.run_dir)] == [0, 1]
+        assert [
+            verify_checkpoint(path)["step"] for path in list_manifest_paths(bench.store.run_dir)
+        ] == [0, 1]
 
-    trained(root, story, replace(config_of(1, 1, 1, 9), lora=LoraConfig(rank=2)), away)
+    trained(root, story, replace(build_config(1, 1, 1, 9), lora=LoraConfig(rank=2)), away)
     shutil.rmtree(root)  # the next one has the same names: PEFT's settings tell of them
     return found
 
@@ -391,7 +403,8 @@ async def test_training_from_what_is_fetched_leaves_nothing(bench: Trained, tmp_
 async def test_what_a_killed_process_fetched_goes_with_the_next_use(bench: Trained) -> None:
     name = bench.store.trainer.name.replace("/", "-")
     killed, other = (
-        bench.data.here / "restored" / of / "0123456789abcdef-step" for of in (name, "another")
+        bench.data.local_run_dir / "restored" / of / "0123456789abcdef-step"
+        for of in (name, "another")
     )
     for copy in (killed, other):
         copy.mkdir(parents=True)
@@ -408,7 +421,7 @@ async def test_one_that_is_damaged_at_home_gives_its_place_there(bench: Trained)
     assert await bench.usable() == 0
     told = await bench.told()
     assert told[-1]["what"] == "checkpoint" and bench.names[0] in told[-1]["then"]
-    assert (bench.store.run_dir / "quarantine/checkpoints" / bench.names[1] / STATE).is_dir()
+    assert (bench.store.run_dir / "quarantine/checkpoints" / bench.names[1] / STATE_FOLDER).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -434,10 +447,10 @@ async def test_weights_are_made_again_from_the_model_at_home(
 
 @story_on(partial(trained, away=True), "tmp_path")
 async def test_what_an_earlier_start_left_is_removed_here_and_at_home(bench: Trained) -> None:
-    home, here = bench.store.run_dir / "checkpoints", bench.data.here / "checkpoints"
+    home, here = bench.store.run_dir / "checkpoints", bench.data.local_run_dir / "checkpoints"
     left = [home / f"{bench.names[1]}.laying", here / f"{bench.names[1]}.cut"]
     for path in left:
         path.mkdir(parents=True)
-    await bench.checkpoints.clear(bench.names[1])
+    await bench.checkpoints.clear_unfinished(bench.names[1])
     assert not any(path.exists() for path in left)
     assert bench.model(0).is_file() and bench.model(1).is_file()

@@ -13,12 +13,12 @@ import torch
 
 from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.rows import Drawn, begin
+from meshrl.common.model.files.initial_parameters import RandomParameters, materialize_model
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.arithmetic.learner import Learner
 from meshrl.services.trainer.bins.division import ZebraDivision
 from meshrl.services.trainer.bins.packing import Bin, make_bins
-from meshrl.services.trainer.models.forward import checkpoint_layers
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.services.trainer.models.forward import enable_activation_checkpointing
 from tests.unit.trainer.ranks.batches_under_test import MODEL, sequence
 
 SEED = 11
@@ -90,7 +90,7 @@ def bins(case: Case, number: int) -> list[Bin]:
     """Those of a round, an attention rank's side by side."""
     random = np.random.default_rng(number)
     found = []
-    for _ in range(case.shape.attention * case.shape.micros):
+    for _ in range(case.shape.attention_ranks * case.shape.micro_batches):
         (bin,) = make_bins([sequence(random, 0), sequence(random, 0)], 100, 0)
         if case.replayed:
             layers = len(case.config.sparse_layers)
@@ -109,6 +109,6 @@ def one_process(case: Case) -> Learner:
     with torch.device("meta"):
         model = Decoder(case.config)
     if case.again:
-        checkpoint_layers(model)
-    whole = begin(model, Drawn(case.config, SEED), "cpu")
+        enable_activation_checkpointing(model)
+    whole = materialize_model(model, RandomParameters(case.config, SEED), "cpu")
     return Learner(whole, OPTIMIZER, ALGORITHM, dtype=case.dtype)

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshrl.services.trainer.arithmetic.learner import Learner
-from meshrl.services.trainer.sharding.rows import cut
-from meshrl.services.trainer.zebra.owners import ZebraOwners
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.services.trainer.sharding.row_operations import slice_gradient
+from meshrl.services.trainer.zebra.zebra_ownership import ZebraOwnership
 from tests.unit.trainer.forking import run_program
 from tests.unit.trainer.zebra.cases import CASES, Case, bins, one_process
 
@@ -39,38 +39,40 @@ def assert_as_one_process(name: str, case: Case, files: list[dict[str, Tensor]])
     shapes = {n: p.shape for n, p in learner.model.named_parameters()}
     config, shape = case.config, case.shape
     mixture = tuple(config.sparse_layers)
-    owners = ZebraOwners(shape.attention, shape.experts, mixture, config.experts, shape.hosted)
+    owners = ZebraOwnership(
+        shape.attention_ranks, shape.expert_ranks, mixture, config.experts, shape.hosted_experts
+    )
 
     def assert_gradient(key: str, whole: Tensor) -> None:
         for rank, found in enumerate(files):
-            own = torch.from_numpy(cut(whole.numpy(), shapes, owners, rank))
+            own = torch.from_numpy(slice_gradient(whole.numpy(), shapes, owners, rank))
             far = (found[key] - own).abs().max() if len(own) else torch.zeros(())
             assert far <= near * whole.abs().max(), (name, key, rank, float(far))
 
     total = None
     for number in range(ROUNDS):
         gradient, losses = gradients(learner, case, number)
-        found = torch.cat([file[f"loss.{number}"] for file in files[: shape.attention]])
+        found = torch.cat([file[f"loss.{number}"] for file in files[: shape.attention_ranks]])
         torch.testing.assert_close(
             found, losses, rtol=1e-6 if near < 1e-3 else 0.05, atol=1e-6, msg=name
         )
         assert_gradient(f"gradient.{number}", gradient)
         total = gradient if total is None else total + gradient
-    for rank in range(shape.attention):
-        own = torch.from_numpy(learner.score(bins(case, 0)[rank * shape.micros]))
+    for rank in range(shape.attention_ranks):
+        own = torch.from_numpy(learner.score(bins(case, 0)[rank * shape.micro_batches]))
         torch.testing.assert_close(files[rank]["scores"], own, rtol=0, atol=max(1e-5, near))
     if case.dtype != torch.float32:
         return
     assert total is not None
-    norm = learner.apply(total, 50.0, 1.0)
+    norm = learner.apply_gradient(total, 50.0, 1.0)
     for rank, file in enumerate(files):
         assert float(file["norm"]) == pytest.approx(norm, rel=1e-5)
-        for weight, tensor in learner.weights().items():
-            own = tensor[owners.rows(weight, len(tensor), rank)]
+        for weight, tensor in learner.get_weights().items():
+            own = tensor[owners.get_rows(weight, len(tensor), rank)]
             torch.testing.assert_close(file[f"weights.{weight}"], own, rtol=1e-4, atol=1e-5)
     gradient, _ = gradients(learner, case, 0)
     for rank, file in enumerate(files):
-        own = torch.from_numpy(cut(gradient.numpy(), shapes, owners, rank))
+        own = torch.from_numpy(slice_gradient(gradient.numpy(), shapes, owners, rank))
         far = np.abs((file["gradient.after"] - own).numpy()).max(initial=0.0)
         assert far <= 1e-3 * gradient.abs().max(), (name, rank)
 
@@ -79,7 +81,7 @@ def gradients(learner: Learner, case: Case, number: int) -> tuple[Tensor, Tensor
     """The sum over the bins of a round, and their losses."""
     total, losses = None, []
     for bin in bins(case, number):
-        gradient, stats = learner.gradient(bin)
+        gradient, stats = learner.compute_gradient(bin)
         losses.append(stats.loss_sum)
         total = gradient if total is None else total + gradient
     assert total is not None

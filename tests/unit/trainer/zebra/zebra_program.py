@@ -14,14 +14,14 @@ import torch
 import torch._dynamo  # which DTensor imports in each process, for two CPU-seconds
 from safetensors.torch import save_file
 
-from meshrl.common.api.ranks import Meeting
-from meshrl.common.model.files.rows import Drawn
+from meshrl.common.api.ranks import Rendezvous
+from meshrl.common.model.files.initial_parameters import RandomParameters
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.services.trainer.arithmetic.learner import LearnerSettings
 from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.learner.learner import LearnerSettings
 from meshrl.services.trainer.ranks.rank import join_group, leave_group
-from meshrl.services.trainer.sharding.learners import GangPlace
-from meshrl.services.trainer.zebra.learner import ZebraLearner
+from meshrl.services.trainer.sharding.learners import RankContext
+from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
 from tests.load import scaled
 from tests.unit.trainer.forking import fork_all
 from tests.unit.trainer.zebra.cases import ALGORITHM, CASES, OPTIMIZER, SEED, Case, bins
@@ -35,11 +35,11 @@ def run_case(rank: int, directory: Path, name: str) -> None:
     torch.set_num_threads(1)
     case = CASES[name]
     place = str(directory / f"{name}-meeting")
-    mesh = join_group(Meeting(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
+    mesh = join_group(Rendezvous(1, place, scaled(DEADLINE_S)), rank, RANKS, "cpu")
     with torch.device("meta"):
         model = Decoder(case.config)
     settings = LearnerSettings(OPTIMIZER, ALGORITHM, dtype=case.dtype)
-    gang = GangPlace(mesh, Drawn(case.config, SEED), scaled(DEADLINE_S))
+    gang = RankContext(mesh, RandomParameters(case.config, SEED), scaled(DEADLINE_S))
     learner = ZebraLearner(model, settings, gang, case.shape, case.again)
     save_file(found(learner, case, rank), directory / f"{name}-{rank}.safetensors")
     leave_group()
@@ -51,28 +51,28 @@ def found(learner: ZebraLearner, case: Case, rank: int) -> dict[str, torch.Tenso
     total = None
     for number in range(ROUNDS):
         own = own_bins(case, number, rank)
-        gradient, stats = learner.bins_gradient(own)
-        again, _ = learner.bins_gradient(own)
+        gradient, stats = learner.compute_local_gradient(own)
+        again, _ = learner.compute_local_gradient(own)
         assert torch.equal(gradient, again), "a repeated round has other bits"
         made[f"gradient.{number}"] = gradient.clone()
         made[f"loss.{number}"] = torch.tensor([asdict(one)["loss_sum"] for one in stats])
         total = gradient if total is None else total.add_(gradient)
     like = bins(case, 0)
-    scored = like[rank * case.shape.micros] if learner.attends else like[0]
+    scored = like[rank * case.shape.micro_batches] if learner.has_attention else like[0]
     made["scores"] = torch.from_numpy(learner.score(scored))
     assert total is not None
-    made["norm"] = torch.tensor(learner.apply(total, 50.0, 1.0))
+    made["norm"] = torch.tensor(learner.apply_gradient(total, 50.0, 1.0))
     made |= {
         f"weights.{name}": part.rows.clone()
-        for name, part in learner.rows(learner.weights()).items()
+        for name, part in learner.get_rows(learner.get_weights()).items()
     }
-    gradient, _ = learner.bins_gradient(own_bins(case, 0, rank))
+    gradient, _ = learner.compute_local_gradient(own_bins(case, 0, rank))
     made["gradient.after"] = gradient
     return made
 
 
 def own_bins(case: Case, number: int, rank: int) -> list[Bin]:
-    micros = case.shape.micros
+    micros = case.shape.micro_batches
     return bins(case, number)[rank * micros : (rank + 1) * micros]
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from loadtests.weights.contents import staged_whole
-from meshrl.common.api.weights import STORE, Base, Fetch, Manifest, Weights
+from meshrl.common.api.weights import STORE_NAME, Manifest, ManifestRequest, VersionRef, Weights
 from meshrl.common.base.errors import MeshError
-from meshrl.common.weights.layout.manifest import Rows, by_chunk, read_whole
-from meshrl.common.weights.receive import Receiver
+from meshrl.common.weights.layout.manifest import RowRange, group_by_chunk, read_complete_manifest
+from meshrl.common.weights.receiver import WeightReceiver
 from tests.unit.weights.storing import Store
 
 JOB = "job"
@@ -37,11 +37,11 @@ class Versions:
     """A base that has adapters as well, and what is staged on it."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.base = store, Base(0, 0, "")
+        self.store, self.base = store, VersionRef(0, 0, "")
 
     async def begin(self) -> None:
         digest = await self._staged(0, model() | adapters(0))
-        self.base = Base(0, 0, digest)
+        self.base = VersionRef(0, 0, digest)
 
     async def add(self, version: int) -> str:
         return await self._staged(version, adapters(version), self.base, 0.5)
@@ -50,15 +50,15 @@ class Versions:
         self,
         version: int,
         tensors: dict[str, torch.Tensor],
-        base: Base | None = None,
+        base: VersionRef | None = None,
         scale: float = 0.0,
     ) -> str:
         about = self.store.mesh, self.store.bulk, JOB, 0, version, tensors
         return await staged_whole(*about, base=base, scale=scale)
 
     async def manifest(self, digest: str, alone: bool) -> Manifest:
-        asked = Fetch(digest, alone)
-        found: Manifest = await self.store.mesh.ref(STORE).call(Weights.manifest, asked)
+        asked = ManifestRequest(digest, alone)
+        found: Manifest = await self.store.mesh.ref(STORE_NAME).call(Weights.fetch_manifest, asked)
         return found
 
 
@@ -82,29 +82,29 @@ async def test_a_version_costs_its_adapters(store: Store, versions: Versions) ->
 async def test_anybody_gets_the_whole_model_of_a_version(store: Store, versions: Versions) -> None:
     await versions.add(1)
     digest = await versions.add(2)
-    image = await Receiver(store.mesh, store.bulk).receive(digest)
+    image = await WeightReceiver(store.mesh, store.bulk).receive(digest)
     expected = model() | adapters(2)
     assert image.tensors.keys() == expected.keys()
     assert all(torch.equal(image.tensors[name], expected[name]) for name in expected)
     assert image.manifest.version == 2
-    assert read_whole(store.chunks.read, digest).tensors == image.manifest.tensors
+    assert read_complete_manifest(store.chunks.read, digest).tensors == image.manifest.tensors
 
 
 async def test_who_has_the_base_receives_the_adapters(store: Store, versions: Versions) -> None:
     digest = await versions.add(2)
-    wanted: dict[str, Rows | None] = dict.fromkeys(adapters(0))
-    image = await Receiver(store.mesh, store.bulk).receive(digest, wanted)
-    assert image.bytes == ADAPTER_BYTES and image.tensors.keys() == adapters(0).keys()
+    wanted: dict[str, RowRange | None] = dict.fromkeys(adapters(0))
+    image = await WeightReceiver(store.mesh, store.bulk).receive(digest, wanted)
+    assert image.size_bytes == ADAPTER_BYTES and image.tensors.keys() == adapters(0).keys()
 
 
 async def test_a_version_whose_base_is_gone_is_refused(store: Store, versions: Versions) -> None:
     base = await versions.manifest(versions.base.digest, alone=True)
-    for digest, pieces in by_chunk(base.tensors).items():
+    for digest, pieces in group_by_chunk(base.tensors).items():
         if pieces[0].name in model():
-            store.chunks.path(digest).unlink()
+            store.chunks.chunk_path(digest).unlink()
     with pytest.raises(MeshError, match="is not stored"):
         await versions.add(1)
-    store.chunks.path(versions.base.digest).unlink()
+    store.chunks.chunk_path(versions.base.digest).unlink()
     with pytest.raises(MeshError):
         await versions.add(1)
 
@@ -117,8 +117,8 @@ async def test_the_adapters_of_the_base_may_be_gone(store: Store, versions: Vers
     if own & others:
         pytest.fail("adapters lie in a chunk with what they are added to")
     for digest in own:
-        store.chunks.path(digest).unlink()
+        store.chunks.chunk_path(digest).unlink()
     digest = await versions.add(1)
-    assert (await Receiver(store.mesh, store.bulk).receive(digest)).tensors.keys() == (
+    assert (await WeightReceiver(store.mesh, store.bulk).receive(digest)).tensors.keys() == (
         model() | adapters(1)
     ).keys()

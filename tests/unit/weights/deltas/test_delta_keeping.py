@@ -10,20 +10,20 @@ import json
 import pytest
 
 from meshrl.common.api.transfer.deltas import (
-    AskDeltas,
-    Base,
     BeginDelta,
     ChunkDelta,
+    DeltaQuery,
     DeltaSet,
-    Received,
     StageDelta,
+    VersionAcknowledgement,
+    VersionRef,
 )
-from meshrl.common.api.weights import STORE, Weights
+from meshrl.common.api.weights import STORE_NAME, Weights
 from meshrl.common.base.errors import BadMessage
 from meshrl.common.base.files import documents
-from meshrl.common.weights.store.weight_store import put
-from meshrl.services.weights.deltas import MOST_BASES, MOST_PARTS, VersionHolder, bases
-from meshrl.services.weights.versions.known import RunVersions
+from meshrl.common.weights.store.weight_store_client import put_chunk
+from meshrl.services.weights.deltas import MAX_BASES, MAX_PARTS, VersionHolder, choose_bases
+from meshrl.services.weights.versions.run_versions import RunVersions
 from tests.stories import story_on
 from tests.unit.weights.store_bench import JOB, StoreBench, on_store
 
@@ -34,23 +34,25 @@ ANCHORS = 2
 
 async def begun(
     store: StoreBench, version: int, manifest: str, parts: int = 1, host: str = ""
-) -> list[Base]:
+) -> list[VersionRef]:
     """What deltas to a version are to be from, as the trainer is told."""
-    asked = BeginDelta(JOB, Base(0, version, manifest), ANCHORS, parts=parts, host=host)
-    return list((await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases)
+    asked = BeginDelta(JOB, VersionRef(0, version, manifest), ANCHORS, parts=parts, host=host)
+    return list((await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases)
 
 
 async def received(store: StoreBench, version: int, manifest: str, host: str = "two") -> None:
-    told = Received(host, Base(0, version, manifest), JOB)
-    await store.trainer.ref(STORE).call(Weights.received, told)
+    told = VersionAcknowledgement(host, VersionRef(0, version, manifest), JOB)
+    await store.trainer.ref(STORE_NAME).call(Weights.acknowledge_version, told)
 
 
-async def made(store: StoreBench, base: Base, version: int, manifest: str) -> str:
+async def made(store: StoreBench, base: VersionRef, version: int, manifest: str) -> str:
     """A delta to a version, told of; its blob."""
-    blob = await put(store.trainer, store.bulk, store.random.token(64).encode(), "a delta")
-    deltas = DeltaSet(base, Base(0, version, manifest), [ChunkDelta("a", "b", blob, 0, 64)])
-    told = StageDelta(deltas, whole=True)
-    assert await store.trainer.ref(STORE).call(Weights.stage_delta, told)
+    blob = await put_chunk(
+        store.trainer, store.bulk, store.random.hex_token(64).encode(), "a delta"
+    )
+    deltas = DeltaSet(base, VersionRef(0, version, manifest), [ChunkDelta("a", "b", blob, 0, 64)])
+    told = StageDelta(deltas, is_last=True)
+    assert await store.trainer.ref(STORE_NAME).call(Weights.stage_deltas, told)
     return blob
 
 
@@ -84,7 +86,7 @@ def why(store: StoreBench, version: int, manifest: str) -> dict[int, list[str]]:
     fields = {"version": version, "manifest": manifest}
     event = {"id": "1-0", "ms": 0, "kind": "step", "fields": fields}
     (store.run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
-    return {one.version: one.why for one in RunVersions.of(store.run_dir).versions}
+    return {one.version: one.why for one in RunVersions.read(store.run_dir).versions}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -96,7 +98,7 @@ async def test_a_host_that_has_only_some_of_the_chunks_wants_the_deltas_of_the_o
     first = await store.begin()
     await received(store, 0, first)
     found = await begun(store, 1, await store.stage(1), parts, host="two")
-    assert found == ([] if parts == 1 else [Base(0, 0, first)])
+    assert found == ([] if parts == 1 else [VersionRef(0, 0, first)])
 
 
 @pytest.mark.rotating(3)
@@ -128,17 +130,17 @@ async def test_who_makes_deltas_and_is_silent_is_not_waited_for(store: StoreBenc
     await received(store, 0, await store.begin())
     second = await store.stage(1)
     assert await begun(store, 1, second, parts=2)
-    clock, ref = store.clock, store.trainer.ref(STORE)
+    clock, ref = store.clock, store.trainer.ref(STORE_NAME)
 
     async def asked(host: str) -> tuple[bool, float]:
         began = clock.monotonic()
-        told = await ref.call(Weights.deltas, AskDeltas(second, host, wait_s=5.0))
-        return told.more, clock.monotonic() - began
+        told = await ref.call(Weights.fetch_deltas, DeltaQuery(second, host, wait_s=5.0))
+        return told.has_more, clock.monotonic() - began
 
     assert (await asked("three"))[0] is False, "it holds nothing that they are from"
     more, took_s = await asked("two")
     assert more and 4.9 < took_s < 6.0
-    await made(store, Base(0, 0, "whichever"), 1, second)
+    await made(store, VersionRef(0, 0, "whichever"), 1, second)
     assert (await asked("two"))[0] is True, "the other part goes on"
     await clock.sleep(60.0)
     more, took_s = await asked("two")
@@ -154,11 +156,11 @@ async def test_parts_that_there_cannot_be_are_refused(
 ) -> None:
     await store.submit()
     await received(store, 0, await store.begin())
-    target = Base(0, 1, await store.stage(1))
+    target = VersionRef(0, 1, await store.stage(1))
     asked = BeginDelta(JOB, target, anchors, part, parts)
     with pytest.raises(BadMessage, match="of a delta"):
-        await store.trainer.ref(STORE).call(Weights.begin_delta, asked)
-    assert await begun(store, 1, target.digest, parts=MOST_PARTS)
+        await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)
+    assert await begun(store, 1, target.digest, parts=MAX_PARTS)
 
 
 @story_on(on_store, "tmp_path")
@@ -166,11 +168,11 @@ async def test_of_a_job_that_nobody_knows_nothing_is_remembered(store: StoreBenc
     await store.submit()
     await received(store, 0, await store.begin())
     for number in range(3):
-        asked = BeginDelta(f"another {number}", Base(0, 1, "0" * 64), ANCHORS)
-        assert not (await store.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases
-    assert not store.store.deltas._anchors
+        asked = BeginDelta(f"another {number}", VersionRef(0, 1, "0" * 64), ANCHORS)
+        assert not (await store.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
+    assert not store.store.delta_registry._anchor_intervals
     assert await begun(store, 1, await store.stage(1))
-    assert list(store.store.deltas._anchors) == [JOB]
+    assert list(store.store.delta_registry._anchor_intervals) == [JOB]
 
 
 @story_on(on_store, "tmp_path")
@@ -180,11 +182,13 @@ async def test_a_newer_version_ends_the_wait_for_an_older_one(store: StoreBench)
     second, third = await store.stage(1), await store.stage(2)
     base = (await begun(store, 1, second))[0]
     await begun(store, 2, third)
-    ref = store.trainer.ref(STORE)
-    assert not (await ref.call(Weights.deltas, AskDeltas(second, "two", wait_s=5.0))).more
-    late = StageDelta(DeltaSet(base, Base(0, 1, second), []))
-    assert not await ref.call(Weights.stage_delta, late)
-    assert (await ref.call(Weights.deltas, AskDeltas(third, "two"))).more
+    ref = store.trainer.ref(STORE_NAME)
+    assert not (
+        await ref.call(Weights.fetch_deltas, DeltaQuery(second, "two", wait_s=5.0))
+    ).has_more
+    late = StageDelta(DeltaSet(base, VersionRef(0, 1, second), []))
+    assert not await ref.call(Weights.stage_deltas, late)
+    assert (await ref.call(Weights.fetch_deltas, DeltaQuery(third, "two"))).has_more
 
 
 @story_on(on_store, "tmp_path")
@@ -196,7 +200,7 @@ async def test_what_a_host_tells_of_that_is_not_on_record_keeps_nothing(store: S
     await received(store, 2, "0" * 64)
     assert await begun(store, 4, "f" * 32) == []
     await received(store, 1, manifest)
-    assert await begun(store, 4, "f" * 32) == [Base(0, 1, manifest)]
+    assert await begun(store, 4, "f" * 32) == [VersionRef(0, 1, manifest)]
 
 
 @story_on(on_store, "tmp_path")
@@ -207,11 +211,11 @@ async def test_a_host_that_reads_an_older_version_holds_the_newer_too(store: Sto
     second = await store.stage(1)
     await received(store, 1, second)
     await received(store, 0, first)
-    assert await begun(store, 4, "f" * 32) == [Base(0, 1, second)]
+    assert await begun(store, 4, "f" * 32) == [VersionRef(0, 1, second)]
 
 
-def version(number: int, lineage: int = 0) -> Base:
-    return Base(lineage, number, f"{lineage}-{number}")
+def version(number: int, lineage: int = 0) -> VersionRef:
+    return VersionRef(lineage, number, f"{lineage}-{number}")
 
 
 def held(*numbers: int, anchor: int | None = None) -> list[VersionHolder]:
@@ -220,29 +224,29 @@ def held(*numbers: int, anchor: int | None = None) -> list[VersionHolder]:
 
 
 def test_nobody_receives() -> None:
-    assert bases([], 16) == []
+    assert choose_bases([], 16) == []
 
 
 def test_all_have_the_last_one() -> None:
-    assert bases(held(7, 7, 7), 16) == [version(7)]
+    assert choose_bases(held(7, 7, 7), 16) == [version(7)]
 
 
 def test_most_have_the_last_one() -> None:
-    assert bases(held(7, 7, 6), 0) == [version(7)]
-    assert bases(held(7, 7) + held(5, 6, anchor=4), 4) == [version(7), version(4)]
-    assert bases(held(7, 7, 6, 6, 5), 4) == [version(7), version(6)]  # who has no anchor yet
+    assert choose_bases(held(7, 7, 6), 0) == [version(7)]
+    assert choose_bases(held(7, 7) + held(5, 6, anchor=4), 4) == [version(7), version(4)]
+    assert choose_bases(held(7, 7, 6, 6, 5), 4) == [version(7), version(6)]  # who has no anchor yet
 
 
 def test_of_as_many_the_newest_is_first() -> None:
-    assert bases(held(6, 7), 16)[0] == version(7)
+    assert choose_bases(held(6, 7), 16)[0] == version(7)
     newer = VersionHolder(0.0, version(2, lineage=1))
-    assert bases([*held(7), newer], 16)[0] == version(2, lineage=1)
+    assert choose_bases([*held(7), newer], 16)[0] == version(2, lineage=1)
 
 
 def test_whatever_hosts_hold_few_are_made_and_the_commonest_is_among_them() -> None:
     for numbers in itertools.product(range(4), repeat=4):
         for anchors in (0, 2):
-            found = bases(held(*numbers, anchor=0), anchors)
-            assert 1 <= len(found) <= MOST_BASES and len(set(map(repr, found))) == len(found)
+            found = choose_bases(held(*numbers, anchor=0), anchors)
+            assert 1 <= len(found) <= MAX_BASES and len(set(map(repr, found))) == len(found)
             most = max(numbers.count(number) for number in numbers)
             assert numbers.count(found[0].version) == most

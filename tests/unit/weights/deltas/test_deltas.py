@@ -15,29 +15,29 @@ from structlog.testing import capture_logs
 
 from loadtests.weights.contents import staged_whole
 from meshrl.common.api.transfer.deltas import (
-    AskDeltas,
-    Base,
     BeginDelta,
     ChunkDelta,
+    DeltaQuery,
     DeltaSet,
     StageDelta,
+    VersionRef,
 )
-from meshrl.common.api.weights import STORE, Fetch, Weights
+from meshrl.common.api.weights import STORE_NAME, ManifestRequest, Weights
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.job.config import TrainingConfig
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.redis.client import State
+from meshrl.common.state.redis.client import StateClient
 from meshrl.common.weights.bulk.port import BulkClient, ChunkStore
-from meshrl.common.weights.delta import receiving
-from meshrl.common.weights.delta.codec import paired
-from meshrl.common.weights.delta.files import delta_of, keep
-from meshrl.common.weights.delta.receiving import from_deltas
-from meshrl.common.weights.delta.sending import DeltaSender
-from meshrl.common.weights.layout.images import Image
-from meshrl.common.weights.receive import Receiver
-from meshrl.common.weights.store.host_chunks import WantedVersion
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.weights.delta import receiver
+from meshrl.common.weights.delta.codec import pair_chunks
+from meshrl.common.weights.delta.files import make_delta, save_delta
+from meshrl.common.weights.delta.receiver import make_chunks_from_deltas
+from meshrl.common.weights.delta.sender import DeltaSender
+from meshrl.common.weights.layout.version_image import VersionImage
+from meshrl.common.weights.receiver import WeightReceiver
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.unit.weights.storing import ProcessesOnHosts
 
@@ -51,26 +51,26 @@ SHARE = 0.01  # of the elements that change from a version to the next
 class Hosts(ProcessesOnHosts):
     """A head with a weight store and a trainer, a way from there, and a host of engines."""
 
-    def __init__(self, root: Path, state: State) -> None:
+    def __init__(self, root: Path, state: StateClient) -> None:
         super().__init__(root, state)
         generator = torch.Generator().manual_seed(1)
         self.weights = [
             torch.randn(CHUNK // 2, generator=generator).bfloat16() for _ in range(CHUNKS)
         ]
-        self.versions: list[Base] = []
+        self.versions: list[VersionRef] = []
 
     async def engine(self, name: str = "engine/g0", host: str = "second", **more: int) -> Engine:
         mesh = self.process(name, host, **more)
         await mesh.join(None)
         return Engine(self, mesh)
 
-    async def bases(self) -> list[Base]:
+    async def bases(self) -> list[VersionRef]:
         """From which versions deltas to another one would be."""
         target = await self.stage(None)
         asked = BeginDelta("j", target, 0, host=self.trainer.settings.host)
-        return (await self.trainer.ref(STORE).call(Weights.begin_delta, asked)).bases
+        return (await self.trainer.ref(STORE_NAME).call(Weights.begin_deltas, asked)).bases
 
-    async def stage(self, deltas: DeltaSender | None) -> Base:
+    async def stage(self, deltas: DeltaSender | None) -> VersionRef:
         """The next version, of which the deltas that are wanted are made."""
         number = len(self.versions)
         if number:
@@ -81,16 +81,16 @@ class Hosts(ProcessesOnHosts):
         tensors = {f"layers.{i}": tensor for i, tensor in enumerate(self.weights)}
         bulk = BulkClient(self.trainer)
         digest = await staged_whole(self.trainer, bulk, "j", 0, number, tensors, most=CHUNK)
-        self.versions.append(Base(0, number, digest))
+        self.versions.append(VersionRef(0, number, digest))
         if deltas is not None:
-            await deltas.begin(self.versions[-1])
-            await deltas.done()
+            await deltas.start(self.versions[-1])
+            await deltas.wait_until_done()
         return self.versions[-1]
 
     def deltas(self, anchors: int = 0) -> DeltaSender:
         config = TrainingConfig(delta_anchors=anchors)
         bulk, group = BulkClient(self.trainer), TOGETHER * CHUNK
-        return DeltaSender(self.trainer, bulk, "j", config, group_bytes=group)
+        return DeltaSender(self.trainer, bulk, "j", config, max_group_bytes=group)
 
 
 class Engine:
@@ -99,9 +99,9 @@ class Engine:
     def __init__(self, hosts: Hosts, mesh: Mesh) -> None:
         self.hosts, self.mesh, self.bulk = hosts, mesh, BulkClient(mesh)
         self.cache = ChunkStore(Path(mesh.settings.run_root) / "chunks")
-        self.receiver = Receiver(mesh, self.bulk, follows=True)
+        self.receiver = WeightReceiver(mesh, self.bulk, wants_deltas=True)
 
-    async def receive(self, version: Base) -> int:
+    async def receive(self, version: VersionRef) -> int:
         """Bytes that came for it, once the whole version is here, and right."""
         before = self.hosts.way.carried
         image = await self.receiver.receive(version.digest)
@@ -116,7 +116,7 @@ class Engine:
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    made = Hosts(tmp_path, simulated_state(SystemClock()))
+    made = Hosts(tmp_path, open_simulated_state(SystemClock()))
     async with made.served("127.0.0.2"):
         yield made
 
@@ -186,7 +186,9 @@ async def test_what_a_host_has_whole_is_a_base_and_nothing_else(hosts: Hosts) ->
     part = dict.fromkeys(["layers.0", "layers.1"])
     await engine.receiver.receive(first.digest, part)
     assert await hosts.bases() == []
-    await Receiver(engine.mesh, engine.bulk).receive(first.digest)  # it is not there for the next
+    await WeightReceiver(engine.mesh, engine.bulk).receive(
+        first.digest
+    )  # it is not there for the next
     assert await hosts.bases() == []
     await engine.receiver.receive(first.digest, part)
     assert await hosts.bases() == [first], "all of it is there by now"
@@ -213,8 +215,10 @@ async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts)
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
-        told = await hosts.trainer.ref(STORE).call(Weights.manifest, Fetch(first.digest))
-        broken = hosts.store.path(told.tensors[0].chunk)
+        told = await hosts.trainer.ref(STORE_NAME).call(
+            Weights.fetch_manifest, ManifestRequest(first.digest)
+        )
+        broken = hosts.store.chunk_path(told.tensors[0].chunk)
         broken.unlink()
         broken.mkdir()  # cannot be read as a file
         with capture_logs() as lines:
@@ -223,8 +227,8 @@ async def test_an_unforeseen_error_is_told_and_versions_go_in_full(hosts: Hosts)
         assert line["log_level"] == "error" and line["exc_info"]
         assert hosts.trainer.telemetry.counters["deltas_failed"] == 1
         assert deltas.stats()["deltas_trouble"].startswith("IsADirectoryError: ")
-        asked = AskDeltas(newest.digest, "second")
-        assert not (await hosts.trainer.ref(STORE).call(Weights.deltas, asked)).more
+        asked = DeltaQuery(newest.digest, "second")
+        assert not (await hosts.trainer.ref(STORE_NAME).call(Weights.fetch_deltas, asked)).has_more
         assert await engine.receive(newest) > SIZE / 2
         assert await engine.receive(await hosts.stage(deltas)) < SIZE * SHARE * 3
         assert deltas.stats()["deltas_trouble"] == ""
@@ -234,28 +238,30 @@ async def test_an_error_is_not_told_of_once_nobody_wants_deltas(hosts: Hosts) ->
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
-        told = await hosts.trainer.ref(STORE).call(Weights.manifest, Fetch(first.digest))
-        broken = hosts.store.path(told.tensors[0].chunk)
+        told = await hosts.trainer.ref(STORE_NAME).call(
+            Weights.fetch_manifest, ManifestRequest(first.digest)
+        )
+        broken = hosts.store.chunk_path(told.tensors[0].chunk)
         broken.unlink()
         broken.mkdir()
         await hosts.stage(deltas)
         assert deltas.stats()["deltas_trouble"]
-        hosts.service.deltas.forget("j")  # as where no host has any of its versions
+        hosts.service.delta_registry.forget_job("j")  # as where no host has any of its versions
         await hosts.stage(deltas)
         assert deltas.stats()["deltas_trouble"] == ""
 
 
-async def missing(engine: Engine, version: Base) -> dict[str, int]:
+async def missing(engine: Engine, version: VersionRef) -> dict[str, int]:
     """Bytes by digest of what a host has not got of a version."""
-    image = Image(await engine.receiver.manifest(version.digest))
-    return {d: size for d, size in image.chunks.items() if not engine.cache.has(d)}
+    image = VersionImage(await engine.receiver.fetch_manifest(version.digest))
+    return {d: size for d, size in image.chunk_sizes.items() if not engine.cache.has(d)}
 
 
 async def made_of_deltas(
-    engine: Engine, newest: Base, lacking: dict[str, int], needed: Collection[str] = ()
+    engine: Engine, newest: VersionRef, lacking: dict[str, int], needed: Collection[str] = ()
 ) -> set[str]:
-    version = WantedVersion("", newest.digest, lacking, needed)
-    return await from_deltas(engine.mesh, engine.bulk, version, engine.cache)
+    version = VersionToFetch("", newest.digest, lacking, needed)
+    return await make_chunks_from_deltas(engine.mesh, engine.bulk, version, engine.cache)
 
 
 async def test_deltas_that_stall_are_left_to_the_pull(hosts: Hosts) -> None:
@@ -280,7 +286,7 @@ async def test_deltas_do_not_take_the_room_of_what_is_there_of_the_version(hosts
     there, *_ = lacking = await missing(engine, newest)
     engine.cache.write(hosts.store.read(there))
     before = engine.mesh.clock.wall() - 1000  # unused for longer than all others
-    os.utime(engine.cache.path(there), (before, before))
+    os.utime(engine.cache.chunk_path(there), (before, before))
     assert lacking.pop(there)
     await made_of_deltas(engine, newest, lacking, needed=[there])
     assert engine.cache.has(there)
@@ -292,7 +298,7 @@ async def test_a_file_that_was_there_is_not_taken_for_right(hosts: Hosts) -> Non
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
     lacking = await missing(engine, newest)
-    wrong, right, *_ = (engine.cache.path(digest) for digest in lacking)
+    wrong, right, *_ = (engine.cache.chunk_path(digest) for digest in lacking)
     wrong.parent.mkdir(exist_ok=True)
     wrong.write_bytes(bytes(CHUNK))
     await made_of_deltas(engine, newest, lacking)
@@ -307,45 +313,58 @@ async def test_what_a_delta_does_not_make_is_pulled(hosts: Hosts, harm: str) -> 
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
         newest = await hosts.stage(deltas)
-        told = await hosts.trainer.ref(STORE).call(Weights.deltas, AskDeltas(newest.digest, ""))
+        told = await hosts.trainer.ref(STORE_NAME).call(
+            Weights.fetch_deltas, DeltaQuery(newest.digest, "")
+        )
         delta = told.chunks[0]
-        flipped = {"old chunk": engine.cache.path(delta.old), "blob": hosts.store.path(delta.blob)}
+        flipped = {
+            "old chunk": engine.cache.chunk_path(delta.old_chunk),
+            "blob": hosts.store.chunk_path(delta.blob),
+        }
         if path := flipped.get(harm):
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
         else:
-            hosts.store.path(delta.blob).unlink()
+            hosts.store.chunk_path(delta.blob).unlink()
         carried = await engine.receive(newest)
     lost = 1 if harm == "old chunk" else TOGETHER
     assert lost * CHUNK < carried < lost * CHUNK + SIZE * SHARE * 3 + CHUNK / 2
     assert engine.count("deltas_applied") == CHUNKS - lost
-    assert all(engine.cache.read(delta.new) for delta in told.chunks)  # each what its name says
+    assert all(
+        engine.cache.read(delta.new_chunk) for delta in told.chunks
+    )  # each what its name says
 
 
 async def test_a_delta_from_another_chunk_is_refused(hosts: Hosts) -> None:
     """Whoever tells of it: what it makes is not what its name says."""
-    engine, store = await hosts.engine(), hosts.trainer.ref(STORE)
+    engine, store = await hosts.engine(), hosts.trainer.ref(STORE_NAME)
     async with hosts.deltas() as deltas:
         await engine.receive(first := await hosts.stage(deltas))
         newest = await hosts.stage(None)
-    asked = [store.call(Weights.manifest, Fetch(one.digest)) for one in (first, newest)]
-    pairs = paired(*[(await one).tensors for one in asked])
-    assert (await store.call(Weights.begin_delta, BeginDelta("j", newest, 0))).bases == [first]
+    asked = [
+        store.call(Weights.fetch_manifest, ManifestRequest(one.digest)) for one in (first, newest)
+    ]
+    pairs = pair_chunks(*[(await one).tensors for one in asked])
+    assert (await store.call(Weights.begin_deltas, BeginDelta("j", newest, 0))).bases == [first]
     swapped = []
     for pair, other in zip(pairs, pairs[1:] + pairs[:1], strict=True):
-        blob = delta_of([hosts.store], pair)
+        blob = make_delta([hosts.store], pair)
         assert blob is not None
-        swapped.append(ChunkDelta(other.old, pair.new, keep(hosts.store, blob), 0, len(blob)))
-    told = StageDelta(DeltaSet(first, newest, swapped), whole=True)
-    assert await store.call(Weights.stage_delta, told)
+        swapped.append(
+            ChunkDelta(
+                other.old_digest, pair.new_digest, save_delta(hosts.store, blob), 0, len(blob)
+            )
+        )
+    told = StageDelta(DeltaSet(first, newest, swapped), is_last=True)
+    assert await store.call(Weights.stage_deltas, told)
     assert await engine.receive(newest) > SIZE
     assert engine.count("deltas_refused") == CHUNKS and engine.count("deltas_applied") == 0
 
 
 async def test_a_host_makes_a_chunk_once(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     # A store that is slower than that is done without, which a busy machine makes of it.
-    monkeypatch.setattr(receiving, "WAIT_S", scaled(receiving.WAIT_S))
+    monkeypatch.setattr(receiver, "MAX_WAIT_S", scaled(receiver.MAX_WAIT_S))
     engines = [await hosts.engine(f"engine/g{n}") for n in range(3)]
     async with hosts.deltas() as deltas:
         await engines[0].receive(await hosts.stage(deltas))
@@ -355,7 +374,9 @@ async def test_a_host_makes_a_chunk_once(hosts: Hosts, monkeypatch: pytest.Monke
         assert hosts.way.carried - carried < SIZE * SHARE * 3
     names = [path.name for path in engines[0].cache.directory.glob("??/*")]
     assert len(names) == 2 * CHUNKS + -(-CHUNKS // TOGETHER)  # two versions, and the blobs
-    assert all(digest_of(engines[0].cache.path(name).read_bytes()) == name for name in names)
+    assert all(
+        compute_digest(engines[0].cache.chunk_path(name).read_bytes()) == name for name in names
+    )
 
 
 async def test_a_trainer_far_from_the_store_makes_them_of_what_its_host_keeps(hosts: Hosts) -> None:
@@ -373,6 +394,6 @@ async def test_a_store_that_forgets_costs_one_full_version(hosts: Hosts) -> None
     engine = await hosts.engine()
     async with hosts.deltas() as deltas:
         await engine.receive(await hosts.stage(deltas))
-        hosts.service.deltas.forget("j")  # as one that was started again
+        hosts.service.delta_registry.forget_job("j")  # as one that was started again
         assert await engine.receive(await hosts.stage(deltas)) > SIZE
         assert await engine.receive(await hosts.stage(deltas)) < SIZE * SHARE * 3

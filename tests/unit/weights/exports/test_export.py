@@ -13,26 +13,30 @@ import torch
 from torch import Tensor
 
 from meshrl.common.api.weights import Manifest
-from meshrl.common.api.weights import Tensor as Described
+from meshrl.common.api.weights import TensorPiece as Described
 from meshrl.common.base.encoding.blob import unpack
-from meshrl.common.base.errors import Damaged, NotFound, Refused
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.errors import CorruptData, NotFound, Refused
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.job.bundle.job_data import JobData
 from meshrl.common.job.config import JobConfig, LoraConfig
 from meshrl.common.model.architecture.config import ModelConfig
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.rows import load_model
-from meshrl.common.model.files.safetensors_file import NAMES
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.initial_parameters import load_model
+from meshrl.common.model.files.safetensors_writer import DTYPE_NAMES
 from meshrl.common.model.network.decoder import Decoder
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
-from meshrl.common.records.checkpoints import STATE, checkpoint_name, digests_below
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
+from meshrl.common.records.checkpoints import (
+    STATE_FOLDER,
+    compute_file_digests,
+    format_checkpoint_name,
+)
 from meshrl.common.weights.bulk.port import ChunkStore
-from meshrl.common.weights.layout.manifest import packed
-from meshrl.common.weights.output import write_version
-from meshrl.job.bundle import pack
+from meshrl.common.weights.layout.manifest import encode_manifest
+from meshrl.common.weights.version_writer import write_version
+from meshrl.job.bundle import pack_bundle
 from meshrl.services.trainer.models import lora
-from meshrl.services.weights.export import chosen, write, write_below
-from meshrl.services.weights.versions.known import StoredVersion, versions
+from meshrl.services.weights.export import export_below, export_selected, select_version
+from meshrl.services.weights.versions.run_versions import StoredVersion, list_versions
 from tests.attention import causal_attention
 from tests.unit.common.base.files.harms import flip
 from tests.unit.common.model.chatting import qwen3_tokenizer
@@ -64,7 +68,7 @@ def weights(of: Decoder) -> dict[str, Tensor]:
 
 def logits(of: Decoder) -> Tensor:
     with torch.inference_mode():
-        return of.logits(of(TOKENS, torch.arange(10)[None], causal_attention))
+        return of.compute_logits(of(TOKENS, torch.arange(10)[None], causal_attention))
 
 
 class Run:
@@ -75,8 +79,8 @@ class Run:
         bundle = directory / "bundle"
         bundle.mkdir(parents=True)
         self.directory.mkdir()
-        character_tokenizer("0123456789+-= ", str(bundle / "tokenizer.json"))
-        document = config.document() | {"bundle": {"dir": str(bundle), "digest": "0"}}
+        build_character_tokenizer("0123456789+-= ", str(bundle / "tokenizer.json"))
+        document = config.to_document() | {"bundle": {"dir": str(bundle), "digest": "0"}}
         (self.directory / "job.json").write_text(json.dumps({"job": "j", "document": document}))
         self.chunks = ChunkStore(self.directory / "store")
 
@@ -85,11 +89,11 @@ class Run:
         for name, tensor in tensors.items():
             raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             whole = (len(content), len(raw), 0, 0, tensor.numel())
-            described.append((name, NAMES[tensor.dtype], list(tensor.shape), whole))
+            described.append((name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), whole))
             content += raw
         chunk = self.chunks.write(content)
         listed = [Described(n, d, s, chunk, *whole) for n, d, s, whole in described]
-        return self.chunks.write(packed(Manifest("j", 0, version, listed)))
+        return self.chunks.write(encode_manifest(Manifest("j", 0, version, listed)))
 
     def chunks_of(self, manifest: str) -> set[str]:
         return {tensor.chunk for tensor in unpack(Manifest, self.chunks.read(manifest)).tensors}
@@ -119,38 +123,38 @@ def run(tmp_path: Path) -> Run:
 
 def test_each_version_has_its_own_fixed_directory(run: Run, tmp_path: Path) -> None:
     below = tmp_path / "exports"
-    first = write_below(run.directory, below, None, False)
-    assert write_below(run.directory, below, 2, False) != first
+    first = export_below(run.directory, below, None, False)
+    assert export_below(run.directory, below, 2, False) != first
     before = (first / "model.safetensors").stat()
-    assert write_below(run.directory, below, 3, False) == first
+    assert export_below(run.directory, below, 3, False) == first
     assert (first / "model.safetensors").stat() == before
     assert torch.equal(logits(load_model(first)[1]), logits(model(3)))
 
 
 def test_what_the_store_has_lost_is_copied_from_its_checkpoint(run: Run, tmp_path: Path) -> None:
     held = json.loads((run.directory / "job.json").read_text())
-    data = JobData.of(held["job"], held["document"], str(run.directory))
-    tensors, manifest = weights(model(3)), versions(run.directory)[-1].manifest
-    kept = run.directory / "checkpoints" / checkpoint_name(0, 3, manifest)
+    data = JobData.from_document(held["job"], held["document"], str(run.directory))
+    tensors, manifest = weights(model(3)), list_versions(run.directory)[-1].manifest_digest
+    kept = run.directory / "checkpoints" / format_checkpoint_name(0, 3, manifest)
     write_version(data, SHAPE, tensors, kept, kept)
-    (kept / STATE).mkdir()
-    (kept / STATE / "shard.safetensors").write_bytes(b"state")
-    about = {"lineage": 0, "step": 3, "weights": manifest, "files": digests_below(kept)}
-    Path(f"{kept}.json").write_bytes(sealed(about))
+    (kept / STATE_FOLDER).mkdir()
+    (kept / STATE_FOLDER / "shard.safetensors").write_bytes(b"state")
+    about = {"lineage": 0, "step": 3, "weights": manifest, "files": compute_file_digests(kept)}
+    Path(f"{kept}.json").write_bytes(encode_sealed(about))
     [chunk] = {t.chunk for t in unpack(Manifest, run.chunks.read(manifest)).tensors}
-    flip(run.chunks.path(chunk), b"")
+    flip(run.chunks.chunk_path(chunk), b"")
     out = tmp_path / "out"
-    assert write(run.directory, out, None, False).step == 3
+    assert export_selected(run.directory, out, None, False).step == 3
     assert torch.equal(logits(load_model(out)[1]), logits(model(3)))
-    assert not (out / STATE).exists()
+    assert not (out / STATE_FOLDER).exists()
     flip(kept / "model.safetensors", b"")
-    with pytest.raises(Damaged):
-        write(run.directory, out, None, False)
+    with pytest.raises(CorruptData):
+        export_selected(run.directory, out, None, False)
 
 
 def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert write(run.directory, out, None, False).step == 3
+    assert export_selected(run.directory, out, None, False).step == 3
     _, loaded = load_model(out)
     assert torch.equal(logits(loaded), logits(model(3)))
     assert (out / "tokenizer.json").is_file()
@@ -158,45 +162,45 @@ def test_the_last_version_is_exported_and_reads_as_a_model(run: Run, tmp_path: P
 
 
 def test_any_version_that_is_still_stored_can_be_had(run: Run, tmp_path: Path) -> None:
-    write(run.directory, tmp_path / "out", 1, False)
+    export_selected(run.directory, tmp_path / "out", 1, False)
     _, loaded = load_model(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model(1)))
 
 
 def test_of_one_that_is_gone_it_says_which_there_are(run: Run) -> None:
-    gone = versions(run.directory)[1]
-    run.chunks.path(gone.manifest).unlink()
+    gone = list_versions(run.directory)[1]
+    run.chunks.chunk_path(gone.manifest_digest).unlink()
     with pytest.raises(NotFound, match=r"step 1\. it holds those of 0, 2, 3"):
-        chosen(run.directory, 1)
-    assert chosen(run.directory).step == 3
+        select_version(run.directory, 1)
+    assert select_version(run.directory).step == 3
 
 
 def test_a_version_that_lost_a_chunk_does_not_count(run: Run) -> None:
-    last = versions(run.directory)[-1]
+    last = list_versions(run.directory)[-1]
     for path in run.chunks.directory.glob("??/*"):
-        if path.name != last.manifest and path.stat().st_size > 10_000:
+        if path.name != last.manifest_digest and path.stat().st_size > 10_000:
             path.unlink()
     with pytest.raises(NotFound, match="no version"):
-        chosen(run.directory)
+        select_version(run.directory)
 
 
 def test_steps_of_an_abandoned_lineage_are_not_the_runs(run: Run) -> None:
-    back = versions(run.directory)[1]
-    run.event("lineage", job="j", version=1, manifest=back.manifest)
-    assert chosen(run.directory) == back
+    back = list_versions(run.directory)[1]
+    run.event("lineage", job="j", version=1, manifest=back.manifest_digest)
+    assert select_version(run.directory) == back
     again = run.commit(2, weights(model(9)))
-    assert [v.step for v in versions(run.directory)] == [0, 1, 2]
-    assert chosen(run.directory, 2) == StoredVersion(2, again)
+    assert [v.step for v in list_versions(run.directory)] == [0, 1, 2]
+    assert select_version(run.directory, 2) == StoredVersion(2, again)
 
 
 def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"evaluation\.best"):
-        chosen(run.directory, the_best=True)
-    second = versions(run.directory)[2]
-    judged = {"best": True, "value": 0.5, "manifest": second.manifest}
+        select_version(run.directory, want_best=True)
+    second = list_versions(run.directory)[2]
+    judged = {"best": True, "value": 0.5, "manifest": second.manifest_digest}
     run.event("evaluation", job="j", tag="step-2", step=2, **judged)
     run.event("evaluation", job="j", tag="step-3", step=3, best=False, manifest="")
-    write(run.directory, tmp_path / "out", None, True)
+    export_selected(run.directory, tmp_path / "out", None, True)
     _, loaded = load_model(tmp_path / "out")
     assert torch.equal(logits(loaded), logits(model(2)))
 
@@ -204,7 +208,7 @@ def test_the_best_version_is_the_one_that_evaluation_named(run: Run, tmp_path: P
 def test_an_event_that_is_being_written_is_left_out(run: Run) -> None:
     with (run.directory / "events.jsonl").open("a") as file:
         file.write('{"id": "2-0", "kind": "st')
-    assert chosen(run.directory).step == 3
+    assert select_version(run.directory).step == 3
 
 
 def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
@@ -212,8 +216,8 @@ def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
     lines = events.read_bytes().split(b"\n")
     lines[1] = b"\0" * len(lines[1])
     events.write_bytes(b"\n".join(lines))
-    assert [v.step for v in versions(run.directory)] == [0, 2, 3]
-    assert write(run.directory, tmp_path / "out", None, False).step == 3
+    assert [v.step for v in list_versions(run.directory)] == [0, 2, 3]
+    assert export_selected(run.directory, tmp_path / "out", None, False).step == 3
 
 
 @pytest.mark.parametrize(
@@ -227,8 +231,8 @@ def test_a_damaged_event_is_passed_over(run: Run, tmp_path: Path) -> None:
 )
 def test_a_damaged_job_file_is_named(run: Run, tmp_path: Path, content: bytes, why: str) -> None:
     (run.directory / "job.json").write_bytes(content)
-    with pytest.raises(Damaged, match=why) as raised:
-        write(run.directory, tmp_path / "out", None, False)
+    with pytest.raises(CorruptData, match=why) as raised:
+        export_selected(run.directory, tmp_path / "out", None, False)
     assert str(run.directory / "job.json") in str(raised.value)
 
 
@@ -238,16 +242,18 @@ def test_a_damaged_checkpoint_of_a_run_without_a_record_is_passed_over(run: Run)
     checkpoints.mkdir()
     for step in (1, 2):
         digest = run.store(weights(model(step)), step)
-        path = checkpoints / f"{checkpoint_name(0, step, digest)}.json"
-        path.write_bytes(sealed({"lineage": 0, "step": step, "weights": digest, "files": {}}))
+        path = checkpoints / f"{format_checkpoint_name(0, step, digest)}.json"
+        path.write_bytes(
+            encode_sealed({"lineage": 0, "step": step, "weights": digest, "files": {}})
+        )
     flip(path, b"")
-    assert [v.step for v in versions(run.directory)] == [1]
+    assert [v.step for v in list_versions(run.directory)] == [1]
 
 
 def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    write(run.directory, out, 1, False)
-    write(run.directory, out, 2, False)
+    export_selected(run.directory, out, 1, False)
+    export_selected(run.directory, out, 2, False)
     assert torch.equal(logits(load_model(out)[1]), logits(model(2)))
     assert json.loads((out / "meshrl.json").read_text())["step"] == 2
     base = tmp_path / "base"
@@ -258,11 +264,11 @@ def test_an_export_replaces_an_export_and_nothing_else(run: Run, tmp_path: Path)
     (tmp_path / "file").write_text("a file")
     for name in ("base", "new", "file"):
         with pytest.raises(Refused, match="was not written by an export"):
-            write(run.directory, tmp_path / name, None, False)
+            export_selected(run.directory, tmp_path / name, None, False)
     assert torch.equal(logits(load_model(base)[1]), logits(model(7)))
     assert (beside / "thesis.txt").is_file() and (tmp_path / "file").is_file()
     (tmp_path / "empty").mkdir()
-    write(run.directory, tmp_path / "empty", 1, False)
+    export_selected(run.directory, tmp_path / "empty", 1, False)
     assert torch.equal(logits(load_model(tmp_path / "empty")[1]), logits(model(1)))
 
 
@@ -274,15 +280,15 @@ def test_a_run_with_adapters_is_exported_merged_and_for_peft(tmp_path: Path) -> 
     config = LoraConfig(2, 8.0)
     run = Run(tmp_path, dataclasses.replace(CONFIG, lora=config))
     adapted = model(0)
-    lora.adapt(adapted, config, seed=0)
+    lora.initialize_adapters(adapted, config, seed=0)
     run.commit(0, weights(adapted), "initial")
     with torch.no_grad():
-        for name, parameter in lora.trained(adapted).items():
+        for name, parameter in lora.get_trainable_parameters(adapted).items():
             if name.endswith(".b"):
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
     run.commit(1, weights(adapted))
     out = tmp_path / "out"
-    write(run.directory, out, None, False)
+    export_selected(run.directory, out, None, False)
     expected = logits(adapted)
     assert not torch.allclose(expected, logits(model(0)), atol=1e-2)
     assert torch.allclose(logits(load_model(out)[1]), expected, atol=1e-5)
@@ -341,14 +347,14 @@ def exported(hub: Path, tmp_path: Path, adapters: LoraConfig) -> Path:
         model=dataclasses.replace(JobConfig().model, path=str(hub)),
     )
     run = Run(tmp_path, config)
-    bundle, document = pack(config, tmp_path, run.directory)
+    bundle, document = pack_bundle(config, tmp_path, run.directory)
     (run.directory / "job.json").write_text(json.dumps({"job": "j", "document": document}))
     assert bundle.is_dir()
     _, decoder = load_model(hub)
     if adapters.rank:
-        lora.adapt(decoder, adapters, seed=0)
+        lora.initialize_adapters(decoder, adapters, seed=0)
     run.commit(0, weights(decoder), "initial")
-    write(run.directory, tmp_path / "out", None, False)
+    export_selected(run.directory, tmp_path / "out", None, False)
     return tmp_path / "out"
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrl.common.model.files.rows import load_model
-from meshrl.services.weights.making import MARKER
-from meshrl.services.weights.versions.__main__ import answered
-from meshrl.services.weights.versions.exporting import BEGUN
-from meshrl.services.weights.versions.known import RunVersions
+from meshrl.common.model.files.initial_parameters import load_model
+from meshrl.services.weights.atomic_directories import EXPORT_MARKER
+from meshrl.services.weights.versions.__main__ import run_command
+from meshrl.services.weights.versions.export_targets import UNFINISHED_MARKER
+from meshrl.services.weights.versions.run_versions import RunVersions
 from tests.load import scaled
 from tests.unit.weights.exports.test_export import CONFIG, Run, model, weights
 from tests.unit.weights.exports.test_versions import hugging_face
@@ -43,7 +43,7 @@ class Case:
 def imports(root: Path) -> Case:
     source, out = hugging_face(root / "source"), root / "runs" / "base"
     words = ["import", "--name=base", "--dtype=float32", f"--out={out}", "--", str(source)]
-    return Case(lambda: out.exists() or answered(words), out / "model", out.parent)
+    return Case(lambda: out.exists() or run_command(words), out / "model", out.parent)
 
 
 def exports(root: Path) -> Case:
@@ -60,8 +60,8 @@ def _exports(root: Path, out: str) -> Case:
     for version in (OLD, NEW):
         run.commit(version, weights(model(version)), "step" if version else "initial")
     words = ["export", f"--out={out}", "--", str(run.directory)]
-    answered([*words, str(OLD)])
-    case = Case(lambda: answered([*words, str(NEW)]), root / "there" / "out", root / "there")
+    run_command([*words, str(OLD)])
+    case = Case(lambda: run_command([*words, str(NEW)]), root / "there" / "out", root / "there")
     case.old = True
     return case
 
@@ -87,8 +87,8 @@ def check(case: Case, kind: str) -> None:
     if kind == "exports":
         assert found, "the one before stays until the other takes its place"
     if kind == "imports" and case.made.parent.exists():
-        assert found == [7] and (case.made / MARKER).is_file()
-        [one] = RunVersions.of(case.made.parent).versions
+        assert found == [7] and (case.made / EXPORT_MARKER).is_file()
+        [one] = RunVersions.read(case.made.parent).versions
         assert one.whole and one.current
     for left in case.beside.glob("*.partial"):
         assert not (left / "config.json").exists(), "nobody takes it for a model"
@@ -96,7 +96,7 @@ def check(case: Case, kind: str) -> None:
 
 def is_done(path: Path) -> bool:
     """Whether it is a scratch directory from which all was taken before its process was killed."""
-    return path.name.startswith(".") and os.listdir(path) in ([], [MARKER])
+    return path.name.startswith(".") and os.listdir(path) in ([], [EXPORT_MARKER])
 
 
 def run_killed(case: Case, kind: str, at: int) -> bool:
@@ -120,7 +120,7 @@ def run_killed(case: Case, kind: str, at: int) -> bool:
     if kind == "url":
         run = case.beside.parent / "of/run/exports"
         assert [path for path in run.iterdir() if not is_done(path)] == []
-        assert not (case.made / BEGUN).exists()
+        assert not (case.made / UNFINISHED_MARKER).exists()
     return killed
 
 

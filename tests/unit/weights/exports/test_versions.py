@@ -25,19 +25,19 @@ from meshrl.common.base.errors import (
     Refused,
     StorageFull,
 )
-from meshrl.common.base.files.sealed import sealed
-from meshrl.common.model.files.hf import save_model
-from meshrl.common.model.files.rows import load_model
-from meshrl.common.model.tokens.tokenizer import character_tokenizer
-from meshrl.common.records.checkpoints import checkpoint_name
-from meshrl.directory.versions import answer, asked, command
-from meshrl.run.resuming import resume
-from meshrl.services.weights.keeping.pins import PINS, Pin, pin
-from meshrl.services.weights.making import making
-from meshrl.services.weights.versions.__main__ import answered
-from meshrl.services.weights.versions.comparing import compare
-from meshrl.services.weights.versions.exporting import BEGUN, to
-from meshrl.services.weights.versions.known import RunVersions, versions
+from meshrl.common.base.files.sealed_documents import encode_sealed
+from meshrl.common.model.files.hf_writer import save_model
+from meshrl.common.model.files.initial_parameters import load_model
+from meshrl.common.model.tokens.tokenizer import build_character_tokenizer
+from meshrl.common.records.checkpoints import format_checkpoint_name
+from meshrl.directory.versions_process import build_command, parse_answer, run_versions_command
+from meshrl.run.resumption import resume_run
+from meshrl.services.weights.atomic_directories import scratch_directory
+from meshrl.services.weights.retention.pins import PINS_FOLDER, VersionPin, pin_version
+from meshrl.services.weights.versions.__main__ import run_command
+from meshrl.services.weights.versions.comparison import compare_versions
+from meshrl.services.weights.versions.export_targets import UNFINISHED_MARKER, export_to
+from meshrl.services.weights.versions.run_versions import RunVersions, list_versions
 from tests.load import scaled
 from tests.unit.weights.exports.test_export import CONFIG, SHAPE, Run, model, weights
 
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def manifests(run: Run) -> list[str]:
-    return [one.manifest for one in versions(run.directory)]
+    return [one.manifest_digest for one in list_versions(run.directory)]
 
 
 def called(run: Run, *words: str) -> str:
@@ -69,10 +69,10 @@ def called(run: Run, *words: str) -> str:
 
 def test_the_versions_of_a_run_are_listed_with_what_keeps_them(run: Run) -> None:
     manifest = manifests(run)[1]
-    name = checkpoint_name(0, 1, manifest)
+    name = format_checkpoint_name(0, 1, manifest)
     (run.directory / "checkpoints").mkdir()
     about = {"lineage": 0, "step": 1, "weights": manifest, "files": {}}
-    (run.directory / "checkpoints" / f"{name}.json").write_bytes(sealed(about))
+    (run.directory / "checkpoints" / f"{name}.json").write_bytes(encode_sealed(about))
     run.event("evaluation", best=True, step=0, manifest=manifests(run)[0], value=0.5)
     found = json.loads(called(run, "list", str(run.directory), "--json"))
     why = [(one["version"], one["why"]) for one in found["versions"]]
@@ -87,15 +87,15 @@ def test_the_versions_of_a_run_are_listed_with_what_keeps_them(run: Run) -> None
 def test_a_version_is_pinned_and_unpinned_by_any_of_its_names(run: Run) -> None:
     place, fourth = str(run.directory), manifests(run)[3]
     for word in ("3", "0/3", "last", fourth, fourth[:6]):
-        answered(["pin", "--note=--for the paper", "--", place, word])
-        [one] = [o for o in RunVersions.of(run.directory).versions if "pinned" in o.why]
+        run_command(["pin", "--note=--for the paper", "--", place, word])
+        [one] = [o for o in RunVersions.read(run.directory).versions if "pinned" in o.why]
         assert (one.manifest, one.note) == (fourth, "--for the paper")
-        again = answered(["pin", place, word])
+        again = run_command(["pin", place, word])
         assert again["was_pinned"] and again["note"] == "--for the paper"
-        ended = answered(["unpin", place, word])
+        ended = run_command(["unpin", place, word])
         assert ended["was_pinned"] and ended["why"] == ["current"]
-        assert not answered(["unpin", place, word])["was_pinned"]
-    assert not (run.chunks.directory / PINS / "j").exists()
+        assert not run_command(["unpin", place, word])["was_pinned"]
+    assert not (run.chunks.directory / PINS_FOLDER / "j").exists()
 
 
 def test_what_was_pinned_is_said(run: Run) -> None:
@@ -126,56 +126,56 @@ def test_what_names_no_version_is_said_with_those_there_are(
     run: Run, word: str, error: type[MeshError], said: str
 ) -> None:
     with pytest.raises(error, match=said):
-        RunVersions.of(run.directory).meant(word)
+        RunVersions.read(run.directory).resolve(word)
 
 
 def test_two_versions_of_a_number_are_told_apart_by_the_lineage(run: Run) -> None:
-    store = RunVersions.of(run.directory)
-    assert store.meant("2").manifest == manifests(run)[2]
+    store = RunVersions.read(run.directory)
+    assert store.resolve("2").manifest == manifests(run)[2]
     run.event("lineage", job="j", version=1, lineage=1, manifest=manifests(run)[1])
     left = manifests(run)
     assert len(left) == 2
-    store = RunVersions.of(run.directory)
-    assert store.meant("last").version == 1
+    store = RunVersions.read(run.directory)
+    assert store.resolve("last").version == 1
     with pytest.raises(NotFound, match=r"It holds 0, 1$"):
-        store.meant("2")
+        store.resolve("2")
 
 
 def test_what_is_no_run_is_said(tmp_path: Path, run: Run) -> None:
     with pytest.raises(NotFound, match=r"has no job\.json"):
-        answered(["list", str(tmp_path)])
+        run_command(["list", str(tmp_path)])
     with pytest.raises(NotFound, match=r"has no job\.json"):
-        answered(["list", str(run.directory / "job.json")])
+        run_command(["list", str(run.directory / "job.json")])
     (run.directory / "job.json").write_text("{")
     with pytest.raises(MeshError, match="not JSON"):
-        answered(["list", str(run.directory)])
+        run_command(["list", str(run.directory)])
 
 
 def test_a_run_without_a_version_lists_none(tmp_path: Path) -> None:
     empty = Run(tmp_path, CONFIG)
-    assert answered(["list", str(empty.directory)])["versions"] == []
+    assert run_command(["list", str(empty.directory)])["versions"] == []
     with pytest.raises(NotFound, match="the run ended before version 0"):
-        answered(["pin", str(empty.directory), "last"])
+        run_command(["pin", str(empty.directory), "last"])
 
 
 def test_a_version_whose_chunk_has_gone_is_shown_so_and_not_pinned(run: Run) -> None:
-    one = RunVersions.of(run.directory).meant("1")
+    one = RunVersions.read(run.directory).resolve("1")
     [chunk] = run.chunks_of(one.manifest)
-    run.chunks.path(chunk).unlink()
-    whole = [one.whole for one in RunVersions.of(run.directory).versions]
+    run.chunks.chunk_path(chunk).unlink()
+    whole = [one.whole for one in RunVersions.read(run.directory).versions]
     assert whole == [True, False, True, True]
     with pytest.raises(NotFound, match="not stored as a whole any more"):
-        answered(["pin", str(run.directory), "1"])
+        run_command(["pin", str(run.directory), "1"])
 
 
 def test_pins_of_another_run_of_that_name_are_not_this_runs(run: Run) -> None:
     digest = manifests(run)[0]
-    pin(run.chunks, "j", digest, Pin("/elsewhere", 0, 0))
-    assert RunVersions.of(run.directory).pins == {}
+    pin_version(run.chunks, "j", digest, VersionPin("/elsewhere", 0, 0))
+    assert RunVersions.read(run.directory).pins == {}
 
 
 def test_the_difference_of_two_versions_is_told_by_tensor(run: Run) -> None:
-    found = answered(["diff", str(run.directory), "1", "2"])
+    found = run_command(["diff", str(run.directory), "1", "2"])
     assert found["changed"] == 1 and found["largest"] == 0.5
     assert found["elements"] == sum(t.numel() for t in weights(model(1)).values())
     first = found["tensors"][0]
@@ -185,7 +185,7 @@ def test_the_difference_of_two_versions_is_told_by_tensor(run: Run) -> None:
     assert "final_norm" in shown and "6.250%" in shown and "embedding" not in shown
     assert f"... and {len(found['tensors']) - 1} more" in shown
     assert "from 1 to 2: 1 of" in shown
-    same = answered(["diff", str(run.directory), "3", "last"])
+    same = run_command(["diff", str(run.directory), "3", "last"])
     assert same["changed"] == 0 and same["largest"] == 0.0
 
 
@@ -194,13 +194,13 @@ def test_versions_of_two_runs_are_compared(run: Run, tmp_path: Path) -> None:
     other = Run(tmp_path / "b", CONFIG)
     other.commit(0, weights(model(1)), "initial")
     words = ["diff", str(run.directory), "1", "0", "--other", str(other.directory)]
-    assert answered(words)["changed"] == 0
+    assert run_command(words)["changed"] == 0
 
 
 def test_other_shapes_types_and_names_are_told() -> None:
     before = {"a": torch.zeros(4), "b": torch.zeros(2), "c": torch.ones(2)}
     after = {"a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(3), "d": torch.ones(1)}
-    found: dict[str, Any] = compare(before, after)
+    found: dict[str, Any] = compare_versions(before, after)
     notes = {one["name"]: one["note"] for one in found["tensors"]}
     assert notes == {
         "a": "types F32 and BF16",
@@ -214,9 +214,9 @@ def test_other_shapes_types_and_names_are_told() -> None:
 def test_changes_of_zero_signs_and_of_nan_are_seen() -> None:
     before = {"a": torch.tensor([0.0, float("nan"), 1.0, 2.0])}
     after = {"a": torch.tensor([-0.0, float("nan"), 1.0, float("inf")])}
-    found = compare(before, after)["tensors"][0]
+    found = compare_versions(before, after)["tensors"][0]
     assert found["changed"] == 2 and found["largest"] == float("inf")
-    nan = compare({"a": torch.ones(1)}, {"a": torch.tensor([float("nan")])})
+    nan = compare_versions({"a": torch.ones(1)}, {"a": torch.tensor([float("nan")])})
     assert nan["changed"] == 1 and nan["largest"] != nan["largest"]
 
 
@@ -230,34 +230,34 @@ def test_a_version_is_exported_by_its_name(run: Run, tmp_path: Path) -> None:
 
 def test_a_version_is_exported_to_a_url_and_gone_on_with(run: Run, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    store = RunVersions.of(run.directory)
-    third = store.meant("last")
-    assert to(store, third, f"file://{there}") > 0
+    store = RunVersions.read(run.directory)
+    third = store.resolve("last")
+    assert export_to(store, third, f"file://{there}") > 0
     before = (there / "model.safetensors").stat()
     # as if it had been cut off just before its end
-    (there / "meshrl.json").rename(there / BEGUN)
+    (there / "meshrl.json").rename(there / UNFINISHED_MARKER)
     (there / "half.part").write_bytes(b"half")
-    to(store, third, f"file://{there}")
+    export_to(store, third, f"file://{there}")
     assert (there / "model.safetensors").stat() == before, "what is there is not copied again"
-    assert not (there / "half.part").exists() and not (there / BEGUN).exists()
+    assert not (there / "half.part").exists() and not (there / UNFINISHED_MARKER).exists()
     assert torch.equal(
         load_model(there)[1].state_dict()["embedding"], weights(model(3))["embedding"]
     )
-    assert to(store, third, f"file://{there}") == 0, "it is there"
-    to(store, store.meant("0"), f"file://{there}")
+    assert export_to(store, third, f"file://{there}") == 0, "it is there"
+    export_to(store, store.resolve("0"), f"file://{there}")
     assert json.loads((there / "meshrl.json").read_text())["step"] == 0
     assert not list((run.directory / "exports").iterdir())
 
 
 def test_a_failed_export_leaves_the_version_at_the_url(run: Run, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    store = RunVersions.of(run.directory)
-    to(store, store.meant("0"), f"file://{there}")
+    store = RunVersions.read(run.directory)
+    export_to(store, store.resolve("0"), f"file://{there}")
     before = {path.name: path.read_bytes() for path in there.iterdir()}
-    [chunk] = run.chunks_of(store.meant("3").manifest)
-    run.chunks.path(chunk).unlink()
+    [chunk] = run.chunks_of(store.resolve("3").manifest)
+    run.chunks.chunk_path(chunk).unlink()
     with pytest.raises(NotFound, match=chunk):
-        to(store, store.meant("3"), f"file://{there}")
+        export_to(store, store.resolve("3"), f"file://{there}")
     assert {path.name: path.read_bytes() for path in there.iterdir()} == before
 
 
@@ -265,9 +265,9 @@ def test_nothing_but_an_export_is_replaced(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years")
     with pytest.raises(Refused, match="was not written by an export"):
-        answered(["export", "--out", str(tmp_path / "mine"), str(run.directory), "last"])
+        run_command(["export", "--out", str(tmp_path / "mine"), str(run.directory), "last"])
     with pytest.raises(ConfigError, match="s3x"):
-        answered(["export", "--out", "s3x://bucket", str(run.directory), "last"])
+        run_command(["export", "--out", "s3x://bucket", str(run.directory), "last"])
 
 
 def test_what_lies_at_a_url_is_not_removed_for_an_export(run: Run, tmp_path: Path) -> None:
@@ -275,20 +275,22 @@ def test_what_lies_at_a_url_is_not_removed_for_an_export(run: Run, tmp_path: Pat
     (theirs / "thesis").mkdir(parents=True)
     (theirs / "thesis/one.txt").write_text("years")
     with pytest.raises(Refused, match="was not written by an export"):
-        answered(["export", f"--out=file://{theirs}", "--", str(run.directory), "last"])
+        run_command(["export", f"--out=file://{theirs}", "--", str(run.directory), "last"])
     with pytest.raises(MeshError, match="Not a directory"):
-        answered(["export", f"--out=file://{theirs}/thesis/one.txt", "--", str(run.directory), "1"])
+        run_command(
+            ["export", f"--out=file://{theirs}/thesis/one.txt", "--", str(run.directory), "1"]
+        )
     assert (theirs / "thesis/one.txt").read_text() == "years"
     assert [path.name for path in theirs.iterdir()] == ["thesis"]
 
 
 def test_a_copy_that_was_cut_off_is_not_another_versions(run: Run, tmp_path: Path) -> None:
     there = tmp_path / "there"
-    store = RunVersions.of(run.directory)
-    to(store, store.meant("0"), f"file://{there}")
+    store = RunVersions.read(run.directory)
+    export_to(store, store.resolve("0"), f"file://{there}")
     (there / "meshrl.json").unlink()
-    (there / BEGUN).write_text(json.dumps({"manifest": store.meant("0").manifest}))
-    to(store, store.meant("3"), f"file://{there}")  # whose files are as large
+    (there / UNFINISHED_MARKER).write_text(json.dumps({"manifest": store.resolve("0").manifest}))
+    export_to(store, store.resolve("3"), f"file://{there}")  # whose files are as large
     found = load_model(there)[1].state_dict()
     assert all(torch.equal(found[name], one) for name, one in weights(model(3)).items())
 
@@ -309,10 +311,10 @@ def test_a_copy_that_was_cut_off_is_not_another_versions(run: Run, tmp_path: Pat
 def test_a_place_that_takes_no_model_is_said(run: Run, tmp_path: Path, out: str, said: str) -> None:
     (tmp_path / "file").write_text("mine")
     with (
-        making(tmp_path / "mine.partial"),
+        scratch_directory(tmp_path / "mine.partial"),
         pytest.raises(MeshError, match=f"(?s){said}") as raised,
     ):
-        answered(["export", f"--out={out.format(tmp_path)}", "--", str(run.directory), "last"])
+        run_command(["export", f"--out={out.format(tmp_path)}", "--", str(run.directory), "last"])
     assert raised.value.fix or ". " in str(raised.value), "what is to be done"
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -321,7 +323,7 @@ def test_a_link_to_an_export_stays_a_link(run: Run, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     for word in ("1", "3"):
-        answered(["export", f"--out={tmp_path / 'out'}", "--", str(run.directory), word])
+        run_command(["export", f"--out={tmp_path / 'out'}", "--", str(run.directory), word])
         about = json.loads((tmp_path / "disk/meshrl.json").read_text())
         assert about["step"] == int(word) and (tmp_path / "out").is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "disk", "out", "run"]
@@ -338,29 +340,29 @@ def test_without_room_it_is_said_and_nothing_is_left(run: Run, tmp_path: Path, a
 
     little = ["sh", "-c", 'ulimit -f 8; exec "$@"', "sh"]  # in blocks of 512 bytes
     done = subprocess.run(
-        [*little, *command(words)],
+        [*little, *build_command(words)],
         env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},  # it would cut what Python compiles
         capture_output=True,
         text=True,
         timeout=scaled(120),
     )
     with pytest.raises(StorageFull, match="Free some"):
-        answer(done.stdout, done.stderr)
+        parse_answer(done.stdout, done.stderr)
     assert done.returncode == 1 and list(out.parent.iterdir()) == []
 
 
 def test_an_answer_that_is_none_is_a_fault() -> None:
     with pytest.raises(MeshError, match="ModuleNotFoundError"):
-        answer("", "Traceback\nModuleNotFoundError: no torch")
+        parse_answer("", "Traceback\nModuleNotFoundError: no torch")
     with pytest.raises(QuotaExceeded):
-        answer('{"error": {"code": "quota_exceeded", "text": "x"}}', "")
+        parse_answer('{"error": {"code": "quota_exceeded", "text": "x"}}', "")
 
 
 def hugging_face(directory: Path) -> Path:
     """A model as its authors publish it."""
     (directory / "made").mkdir(parents=True)
     tokenizer = directory / "made" / "tokenizer.json"
-    character_tokenizer("0123456789+-= ", str(tokenizer))
+    build_character_tokenizer("0123456789+-= ", str(tokenizer))
     save_model(directory, SHAPE, model(7).state_dict(), tokenizer)
     shutil.rmtree(tokenizer.parent)
     return directory
@@ -374,16 +376,16 @@ def test_a_directory_becomes_a_run_that_jobs_begin_from(
     said = CliRunner().invoke(app, ["weights", "import", str(source)], catch_exceptions=False)
     assert 'model.path = "runs/base/model"' in said.output
     run = tmp_path / "runs/base"
-    [one] = RunVersions.of(run).versions
+    [one] = RunVersions.read(run).versions
     assert (one.name, one.why, one.dtype, one.whole) == ("0/0", ["current"], "F32", True)
     found = load_model(run / "model")[1].state_dict()
     assert all(torch.equal(found[name], t) for name, t in model(7).state_dict().items())
     with pytest.raises(Refused, match="is an import of"):
-        resume(run, [])
+        resume_run(run, [])
     with pytest.raises(Refused, match="is there already"):
-        answered(["import", *IMPORT, f"--out={run}", "--", str(source)])
+        run_command(["import", *IMPORT, f"--out={run}", "--", str(source)])
     with pytest.raises(Refused, match="is a run already"):
-        answered(["import", *IMPORT, "--out=x", "--", str(run)])
+        run_command(["import", *IMPORT, "--out=x", "--", str(run)])
 
 
 IMPORT = ("--name=m", "--dtype=bfloat16")
@@ -391,12 +393,12 @@ IMPORT = ("--name=m", "--dtype=bfloat16")
 
 def test_an_import_may_have_another_type_and_is_compared_with_what_it_was(tmp_path: Path) -> None:
     source = hugging_face(tmp_path / "base")
-    answered(["import", "--name=f", "--dtype=float32", f"--out={tmp_path / 'f'}", str(source)])
-    told = answered(["import", *IMPORT, f"--out={tmp_path / 'b'}", str(source)])
-    [one] = RunVersions.of(tmp_path / "b").versions
+    run_command(["import", "--name=f", "--dtype=float32", f"--out={tmp_path / 'f'}", str(source)])
+    told = run_command(["import", *IMPORT, f"--out={tmp_path / 'b'}", str(source)])
+    [one] = RunVersions.read(tmp_path / "b").versions
     assert (one.dtype, one.bytes) == ("BF16", told["bytes"])
     words = ["diff", str(tmp_path / "f"), "0", "0", f"--other={tmp_path / 'b'}"]
-    found = answered(words)
+    found = run_command(words)
     assert 0 < found["largest"] < 0.01 and found["tensors"][0]["note"] == "types F32 and BF16"
 
 
@@ -424,7 +426,7 @@ def test_what_is_no_model_leaves_no_run(tmp_path: Path) -> None:
     wrong += [(weightless, "safetensors"), (cut, "cut|bytes"), (broken, "not finite")]
     for directory, why in wrong:
         with pytest.raises((NotFound, ConfigError), match=why):
-            answered(["import", *IMPORT, f"--out={out}", "--", str(directory)])
+            run_command(["import", *IMPORT, f"--out={out}", "--", str(directory)])
         assert not out.exists() and not list(tmp_path.glob(".out*"))
 
 
@@ -458,5 +460,5 @@ def test_without_a_command_its_help_is_shown() -> None:
 
 def test_versions_are_listed_from_any_thread(run: Run) -> None:
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(asked, "list", run.directory).result()
+        found = pool.submit(run_versions_command, "list", run.directory).result()
     assert [one["version"] for one in found["versions"]] == [0, 1, 2, 3]

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.clock import SystemClock
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.unit.weights.relay.hosts import Hosts
 
 
 @pytest.fixture
 async def hosts(tmp_path: Path) -> AsyncIterator[Hosts]:
-    state = simulated_state(SystemClock())
+    state = open_simulated_state(SystemClock())
     made = Hosts(tmp_path, state)
     await made.enter()
     yield made

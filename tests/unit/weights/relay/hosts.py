@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshrl.common.api.weights import STORE
-from meshrl.common.base.digest import digest_of
+from meshrl.common.api.weights import STORE_NAME
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve
-from meshrl.common.weights.pull.pull import Pulled, Wanted, pull
-from meshrl.common.weights.store import host_chunks
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore, serve_chunks
+from meshrl.common.weights.pull.chunk_pull import MissingChunk, PullResult, pull_chunks
+from meshrl.common.weights.store import chunk_cache
 from meshrl.services.weights.store import WeightStore
 from tests.unit.weights.storing import ProcessesOnHosts
 
@@ -21,20 +21,20 @@ CHUNK = 100_000
 class Hosts(ProcessesOnHosts):
     """`enter` makes the store; `host` another host with an agent; `fetcher` a process there."""
 
-    def __init__(self, root: Path, state: State) -> None:
+    def __init__(self, root: Path, state: StateClient) -> None:
         super().__init__(root, state)
         self.servers: dict[str, BulkServer] = {}  # by host
         self.clients: list[BulkClient] = []
 
     async def enter(self, *, bulk_address: str = "", **more: int) -> Mesh:
-        mesh = self.process(STORE, "head", **more)
-        server = self.servers["head"] = serve(mesh, self.store)
+        mesh = self.process(STORE_NAME, "head", **more)
+        server = self.servers["head"] = serve_chunks(mesh, self.store)
         await mesh.join(WeightStore(mesh, self.store), bulk_address=bulk_address or server.address)
         return mesh
 
     async def host(self, host: str, *, bulk_address: str = "", **more: int) -> Mesh:
         mesh = self.process(f"node/{host}", host, **more)
-        server = host_chunks.serve_cache(mesh)
+        server = chunk_cache.serve_cache(mesh)
         assert server is not None
         self.servers[host] = server
         await mesh.join(None, bulk_address=bulk_address or server.address)
@@ -47,26 +47,26 @@ class Hosts(ProcessesOnHosts):
         self.clients.append(fetcher.bulk)
         return fetcher
 
-    def version(self, chunks: int, size: int = CHUNK) -> list[Wanted]:
+    def version(self, chunks: int, size: int = CHUNK) -> list[MissingChunk]:
         """Chunks in the store, of random bytes."""
-        return [Wanted(self.store.write(os.urandom(size)), size) for _ in range(chunks)]
+        return [MissingChunk(self.store.write(os.urandom(size)), size) for _ in range(chunks)]
 
     def cache(self, host: str) -> ChunkStore:
         return ChunkStore(self.root / host / "chunks")
 
-    def right(self, host: str, wanted: list[Wanted]) -> bool:
+    def right(self, host: str, wanted: list[MissingChunk]) -> bool:
         """Whether a host has all of it, whole."""
-        paths = [self.cache(host).path(one.digest) for one in wanted]
-        return all(digest_of(path.read_bytes()) == path.name for path in paths)
+        paths = [self.cache(host).chunk_path(one.digest) for one in wanted]
+        return all(compute_digest(path.read_bytes()) == path.name for path in paths)
 
     @property
     def copies_sent(self) -> int:
         """Bytes that the store has sent."""
-        return self.servers["head"].sent
+        return self.servers["head"].sent_bytes
 
     async def leave(self) -> None:
         for client in self.clients:
-            client._kept.close_idle(0.0)
+            client._connection_pool.close_idle(0.0)
         for mesh in reversed(self.meshes):
             await mesh.leave()
         for server in self.servers.values():
@@ -79,12 +79,12 @@ class Fetcher:
 
     @property
     def chunks(self) -> ChunkStore:
-        found = host_chunks.cache(self.mesh)
+        found = chunk_cache.open_cache(self.mesh)
         assert found is not None
         return found
 
-    async def pull(self, wanted: list[Wanted]) -> Pulled:
-        return await pull(self.mesh, self.bulk, wanted, self.chunks, job="j")
+    async def pull(self, wanted: list[MissingChunk]) -> PullResult:
+        return await pull_chunks(self.mesh, self.bulk, wanted, self.chunks, job="j")
 
     def told(self, name: str) -> float:
         return self.mesh.telemetry.counters.get(f"chunks_{name}", 0)

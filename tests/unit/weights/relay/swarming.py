@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshrl.common.api.weights import ChunkOrigin
-from meshrl.services.weights.relaying import Swarm, again_s, assign
+from meshrl.services.weights.tracker import ChunkSwarm, assign_sources, compute_retry_s
 
 SOURCE = "weights"
 LINK = 20e6  # bytes a second, up and down
@@ -35,7 +35,7 @@ class World:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.swarm = Swarm(SOURCE)
+        self.swarm = ChunkSwarm(SOURCE)
         self.done: dict[int, float] = {}  # when, by host
         self.sent: Counter[str] = Counter()  # by the source, by chunk
         self.lost = 0
@@ -111,7 +111,7 @@ class World:
         name = f"engine{host}"
         if what == "begins":
             server = "" if host in self.mute else f"node{host}"
-            self.swarm.begins(name, name, server, sorted(self._lacking[host]), self.now)
+            self.swarm.register(name, name, server, sorted(self._lacking[host]), self.now)
         elif what == "flows" and pair is not None:
             if self._dead(pair.source):
                 self.lost += 1
@@ -121,20 +121,20 @@ class World:
                 self._running[host, pair.chunk] = [float(self.chunk_bytes)]
                 self._from[host, pair.chunk] = pair.source
             return
-        self.swarm.knows(name, self.now)
+        self.swarm.touch_downloader(name, self.now)
         if what == "came" and pair is not None:
-            self.swarm.holds(name, [pair.chunk], self.now)
+            self.swarm.add_holder(name, [pair.chunk], self.now)
         elif what == "failed" and pair is not None:
-            self.swarm.fails(name, pair.chunk, pair.source, False, self.now)
+            self.swarm.fail_transfer(name, pair.chunk, pair.source, False, self.now)
         self._asks(host, name)
 
     def _dead(self, source: str) -> bool:
         return source != SOURCE and self.dies.get(int(source[4:]), 1e9) <= self.now
 
     def _asks(self, host: int, name: str) -> None:
-        if not self.swarm.seekers[name].lacking:
+        if not self.swarm.downloaders[name].missing:
             return
-        pairs = assign(self.swarm, name, STREAMS - self._coming[host], self.now)
+        pairs = assign_sources(self.swarm, name, STREAMS - self._coming[host], self.now)
         for pair in pairs:
             assert pair.source != f"node{host}" and pair.chunk in self._lacking[host]
             assert pair.source == SOURCE or pair.source in self.swarm.holders[pair.chunk]
@@ -143,4 +143,4 @@ class World:
         if self._coming[host] < STREAMS and not any(
             what == "asks" and whose == host for _, _, what, whose, _ in self._events
         ):
-            self._at(self.now + again_s(self.swarm), "asks", host)
+            self._at(self.now + compute_retry_s(self.swarm), "asks", host)

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.services.weights.relaying import (
-    COPIES,
-    DOUBTED_S,
-    HELD_S,
-    SILENT_S,
-    UPLOADS,
-    Swarm,
-    assign,
+from meshrl.services.weights.tracker import (
+    DOUBT_DURATION_S,
+    DOWNLOADER_TIMEOUT_S,
+    HOLDER_MAX_AGE_S,
+    MAX_SOURCE_COPIES,
+    MAX_UPLOADS_PER_HOST,
+    ChunkSwarm,
+    assign_sources,
 )
 from tests.unit.weights.relay.swarming import LINK, SOURCE, World
 
@@ -24,7 +24,10 @@ BOUND_S = 32 * (1 << 20) / LINK  # a version of 32 MiB over one link
 def test_any_number_of_hosts_have_a_version_within_twice_what_one_link_takes(hosts: int) -> None:
     world = World(hosts).run()
     assert max(world.done.values()) < 2 * BOUND_S
-    assert sum(world.sent.values()) <= COPIES * world.chunks and max(world.sent.values()) <= COPIES
+    assert (
+        sum(world.sent.values()) <= MAX_SOURCE_COPIES * world.chunks
+        and max(world.sent.values()) <= MAX_SOURCE_COPIES
+    )
 
 
 def test_sixteen_hosts_take_little_longer_than_four() -> None:
@@ -36,7 +39,7 @@ def test_a_host_on_a_slow_link_delays_nobody(slow: frozenset[int]) -> None:
     world = World(16, links=dict.fromkeys(slow, LINK / 100)).run()
     fast = [when for host, when in world.done.items() if host not in slow]
     assert max(fast) < 2 * BOUND_S
-    assert sum(world.sent.values()) <= COPIES * world.chunks
+    assert sum(world.sent.values()) <= MAX_SOURCE_COPIES * world.chunks
 
 
 @pytest.mark.rotating(3)
@@ -52,7 +55,7 @@ def test_a_host_that_comes_late_delays_nobody_and_takes_nothing_from_the_source(
 def test_hosts_that_serve_nothing_on_get_what_others_have() -> None:
     mute = frozenset(range(8))
     world = World(16, mute=mute).run()
-    assert sum(world.sent.values()) <= COPIES * world.chunks
+    assert sum(world.sent.values()) <= MAX_SOURCE_COPIES * world.chunks
     every = World(4, chunks=8, mute=frozenset(range(4))).run()
     assert sum(every.sent.values()) == 4 * 8  # nobody passes any on
 
@@ -65,11 +68,11 @@ def test_servers_that_end_cost_what_was_on_its_way() -> None:
 # ---------------------------------------------------------------- one choice
 
 
-def choices(swarm: Swarm, name: str, held: dict[str, set[str]]) -> set[tuple[str, str]]:
+def choices(swarm: ChunkSwarm, name: str, held: dict[str, set[str]]) -> set[tuple[str, str]]:
     """All that may be chosen when nothing is on its way and nobody is doubted or slow."""
-    seeker = swarm.seekers[name]
+    seeker = swarm.downloaders[name]
     found = set()
-    for chunk in seeker.lacking:
+    for chunk in seeker.missing:
         peers = held.get(chunk, set()) - {seeker.server}
         found |= {(chunk, peer) for peer in peers}
         if not peers:
@@ -80,15 +83,15 @@ def choices(swarm: Swarm, name: str, held: dict[str, set[str]]) -> set[tuple[str
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=20), st.integers(0, 4))
 def test_the_choice_is_one_of_all_possible_ones(held: list[tuple[int, int]], asks: int) -> None:
-    swarm, chunks = Swarm(SOURCE), [f"c{i}" for i in range(6)]
+    swarm, chunks = ChunkSwarm(SOURCE), [f"c{i}" for i in range(6)]
     for host in range(5):
-        swarm.begins(f"e{host}", f"h{host}", f"n{host}", chunks, 0.0)
+        swarm.register(f"e{host}", f"h{host}", f"n{host}", chunks, 0.0)
     there: dict[str, set[str]] = {}
     for host, chunk in held:
-        swarm.holds(f"e{host}", [f"c{chunk}"], 0.0)
+        swarm.add_holder(f"e{host}", [f"c{chunk}"], 0.0)
         there.setdefault(f"c{chunk}", set()).add(f"n{host}")
     possible = choices(swarm, f"e{asks}", there)
-    pairs = assign(swarm, f"e{asks}", 1, 0.0)
+    pairs = assign_sources(swarm, f"e{asks}", 1, 0.0)
     assert bool(pairs) == bool(possible)
     for pair in pairs:
         assert (pair.chunk, pair.source) in possible
@@ -99,72 +102,74 @@ def test_the_choice_is_one_of_all_possible_ones(held: list[tuple[int, int]], ask
             assert len(there[pair.chunk]) == rarest
 
 
-def swarm_of(hosts: int, *chunks: str) -> Swarm:
-    made = Swarm(SOURCE)
+def swarm_of(hosts: int, *chunks: str) -> ChunkSwarm:
+    made = ChunkSwarm(SOURCE)
     for host in range(hosts):
-        made.begins(f"e{host}", f"h{host}", f"n{host}", chunks, 0.0)
+        made.register(f"e{host}", f"h{host}", f"n{host}", chunks, 0.0)
     return made
 
 
 def test_processes_of_a_host_fetch_different_chunks() -> None:
-    swarm = Swarm(SOURCE)
+    swarm = ChunkSwarm(SOURCE)
     for n in range(2):
-        swarm.begins(f"e{n}", "h", "n", ["a", "b"], 0.0)
-    first, second = assign(swarm, "e0", 1, 0.0), assign(swarm, "e1", 4, 0.0)
+        swarm.register(f"e{n}", "h", "n", ["a", "b"], 0.0)
+    first, second = assign_sources(swarm, "e0", 1, 0.0), assign_sources(swarm, "e1", 4, 0.0)
     assert {first[0].chunk, *(pair.chunk for pair in second)} == {"a", "b"} and len(second) == 1
-    swarm.holds("e0", [first[0].chunk], 0.1)
-    assert assign(swarm, "e1", 4, 0.1) == []
-    assert first[0].chunk not in swarm.seekers["e1"].lacking
+    swarm.add_holder("e0", [first[0].chunk], 0.1)
+    assert assign_sources(swarm, "e1", 4, 0.1) == []
+    assert first[0].chunk not in swarm.downloaders["e1"].missing
 
 
 def test_no_peer_sends_more_at_once_than_it_should() -> None:
     swarm = swarm_of(9, "a")
-    swarm.holds("e0", ["a"], 0.0)
-    swarm.sends("e0", "a", SOURCE, 0.0)
-    swarm.sends("e0", "a", SOURCE, 0.0)
-    asked = [assign(swarm, f"e{n}", 1, 0.0) for n in range(1, 9)]
-    assert sum(bool(pairs) for pairs in asked) == UPLOADS
+    swarm.add_holder("e0", ["a"], 0.0)
+    swarm.start_transfer("e0", "a", SOURCE, 0.0)
+    swarm.start_transfer("e0", "a", SOURCE, 0.0)
+    asked = [assign_sources(swarm, f"e{n}", 1, 0.0) for n in range(1, 9)]
+    assert sum(bool(pairs) for pairs in asked) == MAX_UPLOADS_PER_HOST
     assert {pair.source for pairs in asked for pair in pairs} == {"n0"}
 
 
 def test_what_is_late_is_not_waited_for() -> None:
     swarm = swarm_of(2, "a")
-    swarm.begins("e2", "h2", "n2", ["b"], 0.0)
-    swarm.sends("e2", "b", SOURCE, 0.0)
-    swarm.holds("e2", ["b"], 1.0)  # so a chunk takes a second
-    assert [pair.source for pair in assign(swarm, "e0", 1, 1.0)] == [SOURCE]
-    swarm.copies["a"] = COPIES
-    assert not assign(swarm, "e1", 1, 1.0 + swarm.late_s)
-    assert [pair.source for pair in assign(swarm, "e1", 1, 1.1 + swarm.late_s)] == [SOURCE]
+    swarm.register("e2", "h2", "n2", ["b"], 0.0)
+    swarm.start_transfer("e2", "b", SOURCE, 0.0)
+    swarm.add_holder("e2", ["b"], 1.0)  # so a chunk takes a second
+    assert [pair.source for pair in assign_sources(swarm, "e0", 1, 1.0)] == [SOURCE]
+    swarm.source_copies["a"] = MAX_SOURCE_COPIES
+    assert not assign_sources(swarm, "e1", 1, 1.0 + swarm.late_after_s)
+    assert [pair.source for pair in assign_sources(swarm, "e1", 1, 1.1 + swarm.late_after_s)] == [
+        SOURCE
+    ]
 
 
 def test_a_source_that_failed_is_left_alone_by_its_host_and_then_by_all() -> None:
     swarm = swarm_of(5, "a")
-    swarm.holds("e0", ["a"], 0.0)
-    swarm.copies["a"] = COPIES
-    swarm.fails("e1", "a", "n0", False, 0.0)
-    assert assign(swarm, "e1", 1, 0.0)[0].source == SOURCE
-    assert assign(swarm, "e2", 1, 0.0)[0].source == "n0"
-    swarm.fails("e2", "a", "n0", False, 0.0)
-    assert all(pair.source == SOURCE for pair in assign(swarm, "e3", 1, 0.0))
-    swarm.knows("e4", DOUBTED_S)
-    swarm.forget(DOUBTED_S + 0.1)
-    assert assign(swarm, "e4", 1, DOUBTED_S + 0.1)[0].source == "n0"
+    swarm.add_holder("e0", ["a"], 0.0)
+    swarm.source_copies["a"] = MAX_SOURCE_COPIES
+    swarm.fail_transfer("e1", "a", "n0", False, 0.0)
+    assert assign_sources(swarm, "e1", 1, 0.0)[0].source == SOURCE
+    assert assign_sources(swarm, "e2", 1, 0.0)[0].source == "n0"
+    swarm.fail_transfer("e2", "a", "n0", False, 0.0)
+    assert all(pair.source == SOURCE for pair in assign_sources(swarm, "e3", 1, 0.0))
+    swarm.touch_downloader("e4", DOUBT_DURATION_S)
+    swarm.forget_expired(DOUBT_DURATION_S + 0.1)
+    assert assign_sources(swarm, "e4", 1, DOUBT_DURATION_S + 0.1)[0].source == "n0"
 
 
 def test_who_has_not_got_a_chunk_is_not_asked_for_it_again() -> None:
     swarm = swarm_of(2, "a", "b")
-    swarm.holds("e0", ["a", "b"], 0.0)
-    swarm.fails("e1", "a", "n0", True, 0.0)
-    assert {(p.chunk, p.source) for p in assign(swarm, "e1", 2, 0.0)} >= {("b", "n0")}
+    swarm.add_holder("e0", ["a", "b"], 0.0)
+    swarm.fail_transfer("e1", "a", "n0", True, 0.0)
+    assert {(p.chunk, p.source) for p in assign_sources(swarm, "e1", 2, 0.0)} >= {("b", "n0")}
     assert "n0" not in swarm.holders["a"]
 
 
 def test_what_is_old_is_forgotten() -> None:
     swarm = swarm_of(2, "a")
-    swarm.holds("e0", ["a"], 0.0)
-    swarm.knows("e1", SILENT_S)
-    swarm.forget(SILENT_S + 0.1)
-    assert list(swarm.seekers) == ["e1"] and swarm.holders
-    swarm.forget(HELD_S + 0.1)
-    assert not swarm.seekers and not swarm.holders and not swarm.copies
+    swarm.add_holder("e0", ["a"], 0.0)
+    swarm.touch_downloader("e1", DOWNLOADER_TIMEOUT_S)
+    swarm.forget_expired(DOWNLOADER_TIMEOUT_S + 0.1)
+    assert list(swarm.downloaders) == ["e1"] and swarm.holders
+    swarm.forget_expired(HOLDER_MAX_AGE_S + 0.1)
+    assert not swarm.downloaders and not swarm.holders and not swarm.source_copies

@@ -11,22 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.base.errors import Damaged
-from meshrl.common.base.files import damage, documents
-from meshrl.common.base.files.lines import LineFile, line, read, whole
-from meshrl.common.mesh.access import hosts, identity, owner, records
-from meshrl.directory.joined import HostBook
-from meshrl.directory.places import MeshPlace
+from meshrl.common.base.errors import CorruptData
+from meshrl.common.base.files import corruption, documents
+from meshrl.common.base.files.json_lines import LineFile, encode_row, iterate_rows, read_lines
+from meshrl.common.mesh.access import access_records, admitted_hosts, gateway_identity, owner
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.directory.joined_hosts import JoinedHosts
 from meshrl.launch.hosts import membership
 
 CONTENT = {"cpu": {"a": {"x": 0.1 + 0.2}}, "wall_s": 1e22, "cached": False, "s": [[1, 2], []]}
-READ: dict[str, tuple[Callable[[MeshPlace], Any], str]] = {
-    "joined.json": (HostBook.of, "remove it and hosts.json"),
-    "hosts.json": (lambda place: hosts.admitted(place.directory), "remove it and joined.json"),
-    "owner.json": (lambda place: owner.owner(place.directory), "`meshrl down`, remove it"),
-    "tokens.json": (lambda place: records.read(place.directory / records.FILE), "or remove it"),
-    "gateway.json": (lambda place: identity.known(place.directory), "or remove it"),
-    "membership.json": (membership.known, "join from a new directory"),
+READ: dict[str, tuple[Callable[[MeshPaths], Any], str]] = {
+    "joined.json": (JoinedHosts.read, "remove it and hosts.json"),
+    "hosts.json": (
+        lambda place: admitted_hosts.read_hosts(place.directory),
+        "remove it and joined.json",
+    ),
+    "owner.json": (lambda place: owner.read_owner(place.directory), "`meshrl down`, remove it"),
+    "tokens.json": (
+        lambda place: access_records.read_records(place.directory / access_records.RECORDS_FILE),
+        "or remove it",
+    ),
+    "gateway.json": (lambda place: gateway_identity.find_identity(place.directory), "or remove it"),
+    "membership.json": (membership.read_membership, "join from a new directory"),
 }
 ROWS = [{"n": n, "text": "ab\u00e9" * n} for n in range(5)]
 
@@ -40,7 +46,7 @@ def test_every_flipped_bit_shows() -> None:
             changed[place] ^= 1 << bit
             try:
                 found = documents.decode(bytes(changed), "there")
-            except Damaged:
+            except CorruptData:
                 continue
             assert found == CONTENT and bytes(changed).split() == whole.split(), (place, bit)
 
@@ -54,20 +60,20 @@ def test_a_document_needs_no_check_and_no_layout() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff"])
 def test_what_is_no_document_says_so(content: bytes) -> None:
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptData):
         documents.decode(content, "there")
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_damaged_document_says_what_to_do(tmp_path: Path, name: str) -> None:
-    place, (read, fix) = MeshPlace(tmp_path), READ[name]
+    place, (read, fix) = MeshPaths(tmp_path), READ[name]
     path = place.directory / name
     documents.write(path, {"other": 1})
     other = path.read_bytes()
     for content in (b"", b'{"x":', other.replace(b"1", b"2"), other):
         path.write_bytes(content)
         path.chmod(0o600)
-        with pytest.raises(Damaged, match=f"{name} is damaged") as caught:
+        with pytest.raises(CorruptData, match=f"{name} is damaged") as caught:
             read(place)
         assert fix in caught.value.fix and caught.value.where == str(path)
 
@@ -86,8 +92,8 @@ def test_any_flipped_bit_is_found_and_costs_one_row_at_most(
     content = bytearray(path.read_bytes())
     content[place % len(content)] ^= 1 << bit
     path.write_bytes(content)
-    found = read(path)
-    assert found.damage
+    found = read_lines(path)
+    assert found.corruption
     gone = [n for n, row in enumerate(ROWS) if row not in found.rows]
     assert len(gone) <= 1 or (len(gone) == 2 and gone[1] - gone[0] == 1)  # a newline was hit
 
@@ -104,28 +110,31 @@ def test_lines_that_are_missing_or_there_twice_are_told(
     tmp_path: Path, order: tuple[int, ...], said: str, before: int
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"".join(line(ROWS[n], n) for n in order))
-    found = read(path)
-    assert (found.damage, found.before) == (said, before)
+    path.write_bytes(b"".join(encode_row(ROWS[n], n) for n in order))
+    found = read_lines(path)
+    assert (found.corruption, found.intact_rows) == (said, before)
 
 
 def test_a_torn_tail_is_no_damage_and_is_cut_by_who_appends_alone(tmp_path: Path) -> None:
     path = written(tmp_path)
     with path.open("ab") as file:
-        file.write(line({"torn": 1}, 5)[:-4])
+        file.write(encode_row({"torn": 1}, 5)[:-4])
     torn = path.read_bytes()
-    assert read(path).rows == ROWS and not read(path).damage
-    assert list(whole(path)) == ROWS and path.read_bytes() == torn
+    assert read_lines(path).rows == ROWS and not read_lines(path).corruption
+    assert list(iterate_rows(path)) == ROWS and path.read_bytes() == torn
     LineFile(path).append([{"n": 5}])
-    assert read(path).rows == [*ROWS, {"n": 5}] and not read(path).damage
+    assert read_lines(path).rows == [*ROWS, {"n": 5}] and not read_lines(path).corruption
 
 
 def test_a_file_without_checks_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"n": 0}\n{"n": 1}\n')
-    assert read(path).rows == [{"n": 0}, {"n": 1}] and not read(path).checked
+    assert read_lines(path).rows == [{"n": 0}, {"n": 1}] and not read_lines(path).has_checks
     path.write_text('{"n": 0}\n\0\0\n{"n": 1}\n')
-    assert read(path).rows == [{"n": 0}, {"n": 1}] and read(path).damage == "line 2 is damaged"
+    assert (
+        read_lines(path).rows == [{"n": 0}, {"n": 1}]
+        and read_lines(path).corruption == "line 2 is damaged"
+    )
 
 
 def test_who_appends_notices_that_another_has_written(tmp_path: Path) -> None:
@@ -134,18 +143,18 @@ def test_who_appends_notices_that_another_has_written(tmp_path: Path) -> None:
     file.append(ROWS)
     file.append([{"n": 5}])
     os.utime(path, (1, 1))  # only its time is another
-    file.check()
+    file.require_unchanged()
     file.append([{"n": 6}])
     file.replace([*ROWS, {"n": 5}])
     os.utime(path, (1, 1))
-    file.check()
+    file.require_unchanged()
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(content)
-    with pytest.raises(Damaged, match="somebody else"):
+    with pytest.raises(CorruptData, match="somebody else"):
         file.append([{"n": 6}])
     path.unlink()
-    with pytest.raises(Damaged, match="gone"):
+    with pytest.raises(CorruptData, match="gone"):
         file.append([{"n": 6}])
 
 
@@ -160,7 +169,7 @@ def test_a_flipped_bit_of_a_document_changes_nothing_in_silence(
     changed[place % len(changed)] ^= 1 << bit
     try:
         found = documents.decode(bytes(changed), str(path))
-    except Damaged as error:
+    except CorruptData as error:
         assert error.where == str(path)
     else:
         extra = found.keys() - content.keys()  # the check's own name was hit
@@ -173,7 +182,7 @@ def test_set_aside_keeps_what_lies_there(tmp_path: Path) -> None:
     found = []
     for content in ("first", "second"):
         path.write_text(content)
-        found.append(damage.set_aside(path, tmp_path))
+        found.append(corruption.quarantine(path, tmp_path))
         assert not path.exists()
     assert [place.read_text() for place in found] == ["first", "second"]
     assert found[0] == tmp_path / "quarantine" / "checkpoints" / "step.json"
@@ -185,7 +194,7 @@ def test_what_lies_elsewhere_is_set_aside_by_its_name(tmp_path: Path) -> None:
     path.write_text("content")
     root = tmp_path / "run"
     root.mkdir()
-    assert damage.set_aside(path, root) == root / "quarantine" / "file"
+    assert corruption.quarantine(path, root) == root / "quarantine" / "file"
 
 
 def test_the_table_of_the_documentation_is_the_policy() -> None:
@@ -193,12 +202,18 @@ def test_the_table_of_the_documentation_is_the_policy() -> None:
     section = page.split("## Damaged files")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     told = {kind: then for kind, _, then in rows[2:]}
-    assert told == damage.FATES
+    assert told == corruption.RECOVERY_BY_KIND
 
 
 def test_an_event_is_a_sentence_that_names_the_file_and_what_follows() -> None:
     path = Path("/run/events.jsonl")
-    told = damage.fields("events", path, "it is gone", "made again from Redis", job="one")
-    assert damage.sentence(told) == f"{path} is damaged: it is gone. Made again from Redis."
-    aside = damage.fields("usage", path, "it is empty", "counted anew", aside=Path("/run/q"))
-    assert damage.sentence(aside).endswith("Counted anew. It lies in /run/q.")
+    told = corruption.make_event_fields(
+        "events", path, "it is gone", "made again from Redis", job="one"
+    )
+    assert (
+        corruption.describe_event(told) == f"{path} is damaged: it is gone. Made again from Redis."
+    )
+    aside = corruption.make_event_fields(
+        "usage", path, "it is empty", "counted anew", quarantined_path=Path("/run/q")
+    )
+    assert corruption.describe_event(aside).endswith("Counted anew. It lies in /run/q.")

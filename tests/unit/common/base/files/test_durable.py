@@ -11,10 +11,14 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from meshrl.common.base.errors import ConfigError, Damaged, MeshError, NotFound
-from meshrl.common.base.files.at_url import PART, AtUrl, without_secrets
+from meshrl.common.base.errors import ConfigError, CorruptData, MeshError, NotFound
+from meshrl.common.base.files.remote_directory import PART_SUFFIX, RemoteDirectory, redact_url
 from meshrl.common.mesh.process.host import replace_file
-from meshrl.common.records.checkpoints import appear, check_written, digests_below
+from meshrl.common.records.checkpoints import (
+    check_digests,
+    compute_file_digests,
+    install_checkpoint,
+)
 from meshrl.common.weights.bulk.port import ChunkStore
 
 Calls = list[tuple[str, Path]]
@@ -55,7 +59,7 @@ def test_a_chunk_is_synced_with_every_directory_that_was_made_for_it(
     tmp_path: Path, calls: Calls
 ) -> None:
     chunks = ChunkStore(tmp_path)
-    path = chunks.path(chunks.write(b"content"))
+    path = chunks.chunk_path(chunks.write(b"content"))
     renamed = calls.index(("rename", path))
     assert any(what == "fsync" and at.parent == path.parent for what, at in calls[:renamed])
     assert calls[renamed + 1] == ("fsync", path.parent)
@@ -69,7 +73,7 @@ def test_a_checkpoint_that_appears_is_on_the_disk_with_its_name(
     (scratch / "state").mkdir(parents=True)
     (scratch / "state" / "shard").write_bytes(b"state")
     (scratch / "config.json").write_bytes(b"{}")
-    appear(scratch, final)
+    install_checkpoint(scratch, final)
     renamed = calls.index(("rename", final))
     synced = {path for what, path in calls[:renamed] if what == "fsync"}
     assert synced == {
@@ -84,10 +88,10 @@ def test_a_checkpoint_that_appears_is_on_the_disk_with_its_name(
 
 def test_a_checkpoint_with_a_file_that_is_not_as_it_was_written_is_damaged(tmp_path: Path) -> None:
     (shard := tmp_path / "shard").write_bytes(b"state")
-    written = digests_below(tmp_path)
+    written = compute_file_digests(tmp_path)
     shard.write_bytes(b"stat")
-    with pytest.raises(Damaged, match="a moment ago") as raised:
-        check_written(tmp_path, digests_below(tmp_path), written)
+    with pytest.raises(CorruptData, match="a moment ago") as raised:
+        check_digests(tmp_path, compute_file_digests(tmp_path), written)
     assert raised.value.where == str(shard)
 
 
@@ -99,11 +103,11 @@ def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(
         directory.mkdir(parents=True)
         (directory / "who").write_text("the same")
     there = (final / "who").stat().st_ino
-    digests = appear(scratch, final)
+    digests = install_checkpoint(scratch, final)
     assert (final / "who").stat().st_ino == there
     assert ("fsync", final.parent) in calls
     (final / "who").write_text("damaged")
-    assert appear(scratch, final) == digests
+    assert install_checkpoint(scratch, final) == digests
     assert (final / "who").read_text() == "the same"
     assert (tmp_path / "quarantine/checkpoints/step/who").read_text() == "damaged"
 
@@ -111,40 +115,43 @@ def test_a_checkpoint_that_is_there_already_stays_if_it_is_the_same(
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_files_appear_are_listed_and_go(kind: str, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/there" if kind == "file" else f"memory://{uuid.uuid4().hex}/there"
-    at = AtUrl(url, "out", "it")
-    assert at.sizes() == {} and at.names("a") == []
+    at = RemoteDirectory(url, "out", "it")
+    assert at.list_file_sizes() == {} and at.list_names("a") == []
     (tmp_path / "source").write_bytes(b"from a file")
-    at.place_file("a/b/one", tmp_path / "source")
-    at.place_content("a/two", b"two")
-    at.place_content("a/two", b"second")
-    assert at.sizes() == {"a/b/one": 11, "a/two": 6} and at.names("a") == ["b", "two"]
-    assert at.content("a/two") == b"second"
+    at.upload_file("a/b/one", tmp_path / "source")
+    at.write_file("a/two", b"two")
+    at.write_file("a/two", b"second")
+    assert at.list_file_sizes() == {"a/b/one": 11, "a/two": 6} and at.list_names("a") == [
+        "b",
+        "two",
+    ]
+    assert at.read_file("a/two") == b"second"
     at.fetch_file("a/b/one", tmp_path / "new/one")
     assert (tmp_path / "new/one").read_bytes() == b"from a file"
-    at.discard("a/b")
-    at.discard("a/b")
-    assert at.names("a") == ["two"]
+    at.remove("a/b")
+    at.remove("a/b")
+    assert at.list_names("a") == ["two"]
     with pytest.raises(NotFound):
-        at.content("a/b/one")
+        at.read_file("a/b/one")
 
 
 def test_what_breaks_off_has_not_taken_its_name(tmp_path: Path) -> None:
-    at = AtUrl(f"file://{tmp_path}/there", "out", "it")
-    at.place_content("one", b"whole")
+    at = RemoteDirectory(f"file://{tmp_path}/there", "out", "it")
+    at.write_file("one", b"whole")
     with pytest.raises(NotFound):
-        at.place_file("one", tmp_path / "missing")
-    assert at.content("one") == b"whole"
-    assert set(at.sizes()) <= {"one", f"one{PART}"}
+        at.upload_file("one", tmp_path / "missing")
+    assert at.read_file("one") == b"whole"
+    assert set(at.list_file_sizes()) <= {"one", f"one{PART_SUFFIX}"}
 
 
 def test_errors_name_the_place_and_no_secret(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MeshError, match=f"it cannot be reached: .* \\(at file://{tmp_path}/file/a"):
-        AtUrl(f"file://{tmp_path}/file", "out", "it").place_content("a", b"")
+        RemoteDirectory(f"file://{tmp_path}/file", "out", "it").write_file("a", b"")
     with pytest.raises(ConfigError) as caught:
-        AtUrl("nosuch://me:secret@host/path", "out", "it")
+        RemoteDirectory("nosuch://me:secret@host/path", "out", "it")
     assert "nosuch://host/path" in str(caught.value) and "secret" not in str(caught.value)
-    assert without_secrets("abfs://box@account/path?sig=secret") == "abfs://account/path"
+    assert redact_url("abfs://box@account/path?sig=secret") == "abfs://account/path"
 
 
 class Broken(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -160,13 +167,13 @@ class Broken(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 def test_a_listing_that_fails_is_not_one_of_nothing(tmp_path: Path) -> None:
     fsspec.register_implementation("broken", Broken, clobber=True)
-    at = AtUrl(f"broken://{tmp_path}/there", "out", "it")
-    at.place_content("a/broken/one", b"1")
-    assert at.names("a") == ["broken"]
+    at = RemoteDirectory(f"broken://{tmp_path}/there", "out", "it")
+    at.write_file("a/broken/one", b"1")
+    assert at.list_names("a") == ["broken"]
     for listing in (
-        lambda: at.names("a/broken"),
-        at.sizes,
-        AtUrl(f"broken://{tmp_path}/there/a/broken", "out", "it").sizes,
+        lambda: at.list_names("a/broken"),
+        at.list_file_sizes,
+        RemoteDirectory(f"broken://{tmp_path}/there/a/broken", "out", "it").list_file_sizes,
     ):
         with pytest.raises(MeshError, match="listings fail here today"):
             listing()
@@ -184,18 +191,18 @@ class Marking(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 def test_the_mark_of_a_folder_is_no_file(tmp_path: Path) -> None:
     fsspec.register_implementation("marking", Marking, clobber=True)
-    at = AtUrl(f"marking://{tmp_path}/there", "out", "it")
-    at.place_content("a/one", b"1")
-    assert at.sizes() == {"a/one": 1} and at.names("a") == ["one"]
+    at = RemoteDirectory(f"marking://{tmp_path}/there", "out", "it")
+    at.write_file("a/one", b"1")
+    assert at.list_file_sizes() == {"a/one": 1} and at.list_names("a") == ["one"]
 
 
 def test_what_cannot_be_removed_is_not_taken_for_gone(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(MeshError, match="it cannot be reached"):
-        AtUrl(f"file://{tmp_path}", "out", "it").discard("file/below")
+        RemoteDirectory(f"file://{tmp_path}", "out", "it").remove("file/below")
 
 
 def test_a_chain_of_urls_is_refused_and_shown_to_nobody() -> None:
     with pytest.raises(ConfigError, match="a chain of fsspec's") as caught:
-        AtUrl("simplecache::memory://me:secret@host/path", "durable.url", "it")
+        RemoteDirectory("simplecache::memory://me:secret@host/path", "durable.url", "it")
     assert "secret" not in str(caught.value)

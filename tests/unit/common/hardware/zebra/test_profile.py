@@ -11,19 +11,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.hardware.profiles import declared
-from meshrl.common.hardware.shapes import ModelShape
-from meshrl.common.hardware.zebra.costs import CHECKPOINTED, Costs
-from meshrl.common.hardware.zebra.kinds import UTILISATION, declared_profile, speed
-from meshrl.common.hardware.zebra.operations import Operation, RankStream, plan_s, planned_as
-from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, Profile, kind_of_table
-from meshrl.common.hardware.zebra.schedule import Task, TaskKind, attention_order, expert_order
-from meshrl.common.hardware.zebra.timeline import makespan, serial_s, timeline
+from meshrl.common.hardware.accelerators import load_accelerators
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.hardware.zebra.costs import CHECKPOINTED_BACKWARD_FACTOR, MicroBatchCosts
+from meshrl.common.hardware.zebra.declared_profiles import (
+    UTILISATION,
+    build_declared_profile,
+    compute_speed,
+)
+from meshrl.common.hardware.zebra.operations import (
+    Operation,
+    RankStream,
+    plan_operations,
+    simulate_plan_s,
+)
+from meshrl.common.hardware.zebra.profile import (
+    AcceleratorCosts,
+    CostCurve,
+    MixtureProfile,
+    parse_accelerator_costs,
+)
+from meshrl.common.hardware.zebra.schedule import (
+    ScheduledTask,
+    TaskKind,
+    order_attention_tasks,
+    order_expert_tasks,
+)
+from meshrl.common.hardware.zebra.timeline import (
+    build_timeline,
+    compute_makespan_s,
+    compute_serial_s,
+)
 
 LINE = CostCurve((1,), (1e-6,))
 FAST = AcceleratorCosts("A40", 4e10, LINE, CostCurve((1024, 4096), (0.001, 0.007)), LINE)
 SLOW = AcceleratorCosts("V100", 1e10, LINE)
-PROFILE = Profile(
+PROFILE = MixtureProfile(
     fast=FAST,
     slow=SLOW,
     layers=4,
@@ -48,14 +71,21 @@ E, H = TaskKind.EXPERTS, TaskKind.HOSTED
 
 def test_a_curve_is_straight_between_what_was_measured() -> None:
     curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
-    assert [curve.of(x) for x in (0, 500, 1000, 1500, 3000, 5000)] == [0, 0.5, 1, 2, 7, 15]
-    assert LINE.of(12345) == pytest.approx(0.012345)
+    assert [curve.interpolate_s(x) for x in (0, 500, 1000, 1500, 3000, 5000)] == [
+        0,
+        0.5,
+        1,
+        2,
+        7,
+        15,
+    ]
+    assert LINE.interpolate_s(12345) == pytest.approx(0.012345)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_more_takes_no_less(a: int, b: int) -> None:
     curve = CostCurve((1000, 2000, 4000), (1.0, 3.0, 11.0))
-    assert curve.of(min(a, b)) <= curve.of(max(a, b))
+    assert curve.interpolate_s(min(a, b)) <= curve.interpolate_s(max(a, b))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +106,7 @@ def test_a_curve_of_nonsense_is_refused(at: tuple[int, ...], values: tuple[float
 
 
 def test_a_kind_survives_json() -> None:
-    assert kind_of_table(json.loads(json.dumps(asdict(FAST))), "fast") == FAST
+    assert parse_accelerator_costs(json.loads(json.dumps(asdict(FAST))), "fast") == FAST
 
 
 def test_a_profile_without_attention_or_memory_is_refused_and_named() -> None:
@@ -100,54 +130,60 @@ def test_a_profile_without_attention_or_memory_is_refused_and_named() -> None:
 )
 def test_a_kind_of_nonsense_is_refused_and_named(table: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
-        kind_of_table(table, "slow")
+        parse_accelerator_costs(table, "slow")
     assert refused.value.where and refused.value.fix
 
 
-def attention(profile: Profile, length: int) -> float:
+def attention(profile: MixtureProfile, length: int) -> float:
     """How many times as long the slow kind takes."""
     fast, slow = profile.fast.attention, profile.slow.attention
     assert isinstance(fast, CostCurve) and isinstance(slow, CostCurve)
-    return slow.of(length) / fast.of(length)
+    return slow.interpolate_s(length) / fast.interpolate_s(length)
 
 
-def experts(profile: Profile) -> float:
-    return profile.slow.experts.of(1000) / profile.fast.experts.of(1000)
+def experts(profile: MixtureProfile) -> float:
+    return profile.slow.experts.interpolate_s(1000) / profile.fast.experts.interpolate_s(1000)
 
 
 def test_a_v100_is_four_fifths_of_an_a40_for_experts_and_far_less_for_attention() -> None:
-    profile = declared_profile(SHAPE, "A40", "V100")
+    profile = build_declared_profile(SHAPE, "A40", "V100")
     assert experts(profile) == pytest.approx(1 / 0.8)
     assert attention(profile, 65536) == pytest.approx(3.7, rel=0.01)
     assert 1.25 < attention(profile, 1024) < attention(profile, 8192) < 3.7
 
 
 def test_a_t4_has_both_measured_ratios_to_an_l40s() -> None:
-    profile = declared_profile(SHAPE, "L40S", "T4")
+    profile = build_declared_profile(SHAPE, "L40S", "T4")
     assert experts(profile) == pytest.approx(7.0)
     assert attention(profile, 4096) == pytest.approx(9.9, rel=0.01)
     assert attention(profile, 65536) == pytest.approx(13.6, rel=0.01)
-    middle = declared_profile(SHAPE, "L40S", "T4", scores=0.5)
+    middle = build_declared_profile(SHAPE, "L40S", "T4", score_speed=0.5)
     assert attention(middle, 65536) == pytest.approx(13.6, rel=0.01)
 
 
 def test_other_kinds_are_known_by_their_peaks() -> None:
-    assert speed("A100").matrices == declared()["A100"].flops * UTILISATION
-    assert speed("T4").scores_at(100) == speed("T4").scores_at(4096)
-    low, middle, high = (1 / speed("T4").scores_at(k << 10) for k in (4, 16, 64))
+    assert (
+        compute_speed("A100").matrix_flops_per_s == load_accelerators()["A100"].flops * UTILISATION
+    )
+    assert compute_speed("T4").interpolate_score_flops_per_s(100) == compute_speed(
+        "T4"
+    ).interpolate_score_flops_per_s(4096)
+    low, middle, high = (
+        1 / compute_speed("T4").interpolate_score_flops_per_s(k << 10) for k in (4, 16, 64)
+    )
     assert middle == pytest.approx((low + high) / 2)
     with pytest.raises(ConfigError, match="nothing is known of abacus"):
-        speed("abacus")
+        compute_speed("abacus")
 
 
 def test_times_and_bytes_are_those_of_the_shape() -> None:
-    profile = declared_profile(SHAPE, "A40", "V100")
-    rate = declared()["A40"].flops * UTILISATION
-    assert profile.fast.experts.of(1) == pytest.approx(2 * EXPERT / rate)
+    profile = build_declared_profile(SHAPE, "A40", "V100")
+    rate = load_accelerators()["A40"].flops * UTILISATION
+    assert profile.fast.experts.interpolate_s(1) == pytest.approx(2 * EXPERT / rate)
     assert profile.fast.head is not None and profile.fast.attention is not None
-    assert profile.fast.head.of(1) == pytest.approx(2 * 32000 * 2048 / rate)
+    assert profile.fast.head.interpolate_s(1) == pytest.approx(2 * 32000 * 2048 / rate)
     flops = 4096 * 2 * (2 * 2048 * 3072 + 12 * 2048) + 2 * 4096**2 * 2048
-    assert profile.fast.attention.of(4096) == pytest.approx(flops / rate)
+    assert profile.fast.attention.interpolate_s(4096) == pytest.approx(flops / rate)
     assert profile.expert_bytes == pytest.approx(16 * EXPERT)
     assert profile.attention_bytes + 48 * profile.expert_bytes == pytest.approx(16 * PARAMETERS)
     assert profile.row_bytes == 4096 and profile.link_bytes_per_s == 6.25e9
@@ -155,15 +191,15 @@ def test_times_and_bytes_are_those_of_the_shape() -> None:
 
 def test_a_dense_model_has_nothing_to_divide() -> None:
     with pytest.raises(ConfigError, match="0 of 0 experts"):
-        declared_profile(ModelShape(4, 2048, 16, 8, 128, 1e9, 1e9), "A40", "V100")
+        build_declared_profile(ModelShape(4, 2048, 16, 8, 128, 1e9, 1e9), "A40", "V100")
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[int, int, Costs]:
+def steps(draw: st.DrawFn) -> tuple[int, int, MicroBatchCosts]:
     """Layers, micro-batches, and costs with some experts hosted."""
     layers, micros = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     hosted = draw(st.lists(st.sampled_from((0.0, 0.3)), min_size=layers, max_size=layers))
-    costs = Costs(
+    costs = MicroBatchCosts(
         attention=draw(seconds),
         experts=draw(seconds),
         head=draw(seconds),
@@ -176,95 +212,123 @@ def steps(draw: st.DrawFn) -> tuple[int, int, Costs]:
     return layers, micros, costs
 
 
-def planned(layers: int, micros: int, costs: Costs) -> list[Operation]:
+def planned(layers: int, micros: int, costs: MicroBatchCosts) -> list[Operation]:
     """The plan of the schedule's own order."""
-    attention = attention_order(layers, micros, costs.hosts)
-    return planned_as(layers, attention, expert_order(layers, micros))
+    attention = order_attention_tasks(layers, micros, costs.has_hosted_experts)
+    return plan_operations(layers, attention, order_expert_tasks(layers, micros))
 
 
 def needed(
-    stream: RankStream, task: Task, layers: int, hosts: tuple[bool, ...]
-) -> list[tuple[RankStream, Task]]:
+    stream: RankStream, task: ScheduledTask, layers: int, hosts: tuple[bool, ...]
+) -> list[tuple[RankStream, ScheduledTask]]:
     """What a task needs, as the source words it."""
     back, layer, micro, work = task
     if stream is RankStream.DISPATCH:
-        return [(RankStream.ATTENTION, Task(back, layer + 1 if back else layer, micro))]
+        return [(RankStream.ATTENTION, ScheduledTask(back, layer + 1 if back else layer, micro))]
     if stream is RankStream.COMBINE:
         both = [(RankStream.EXPERTS, task)]
         return both + (
-            [(RankStream.ATTENTION, Task(back, layer, micro, H))] if hosts[layer] else []
+            [(RankStream.ATTENTION, ScheduledTask(back, layer, micro, H))] if hosts[layer] else []
         )
     if work is not TaskKind.ATTENTION:
-        return [(RankStream.DISPATCH, Task(back, layer, micro, E))]
+        return [(RankStream.DISPATCH, ScheduledTask(back, layer, micro, E))]
     if back:
-        last = (RankStream.ATTENTION, Task(False, layer, micro))
-        return [last if layer == layers else (RankStream.COMBINE, Task(True, layer, micro, E))]
-    return [(RankStream.COMBINE, Task(False, layer - 1, micro, E))] if layer else []
+        last = (RankStream.ATTENTION, ScheduledTask(False, layer, micro))
+        return [
+            last if layer == layers else (RankStream.COMBINE, ScheduledTask(True, layer, micro, E))
+        ]
+    return [(RankStream.COMBINE, ScheduledTask(False, layer - 1, micro, E))] if layer else []
 
 
 @given(steps())
-def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, Costs]) -> None:
+def test_a_task_starts_as_soon_as_it_may(step: tuple[int, int, MicroBatchCosts]) -> None:
     layers, micros, costs = step
     plan = planned(layers, micros, costs)
     for stream, task, _, *numbers in plan:
         found = {(plan[n - 1].stream, plan[n - 1].task) for n in numbers if n}
-        assert found == set(needed(stream, task, layers, costs.hosts))
-    assert makespan(layers, micros, costs) == pytest.approx(plan_s(layers, plan, costs))
-    assert timeline(layers, micros, costs).makespan == makespan(layers, micros, costs)
+        assert found == set(needed(stream, task, layers, costs.has_hosted_experts))
+    assert compute_makespan_s(layers, micros, costs) == pytest.approx(
+        simulate_plan_s(layers, plan, costs)
+    )
+    assert build_timeline(layers, micros, costs).makespan_s == compute_makespan_s(
+        layers, micros, costs
+    )
 
 
 @given(steps())
-def test_streams_run_in_the_order_of_the_schedule(step: tuple[int, int, Costs]) -> None:
+def test_streams_run_in_the_order_of_the_schedule(step: tuple[int, int, MicroBatchCosts]) -> None:
     layers, micros, costs = step
-    run: dict[RankStream, list[Task]] = {stream: [] for stream in RankStream}
+    run: dict[RankStream, list[ScheduledTask]] = {stream: [] for stream in RankStream}
     for operation in planned(layers, micros, costs):
         run[operation.stream].append(operation.task)
-    assert run[RankStream.ATTENTION] == attention_order(layers, micros, costs.hosts)
-    assert run[RankStream.EXPERTS] == run[RankStream.COMBINE] == expert_order(layers, micros)
-    assert run[RankStream.DISPATCH] == expert_order(layers, micros)
+    assert run[RankStream.ATTENTION] == order_attention_tasks(
+        layers, micros, costs.has_hosted_experts
+    )
+    assert run[RankStream.EXPERTS] == run[RankStream.COMBINE] == order_expert_tasks(layers, micros)
+    assert run[RankStream.DISPATCH] == order_expert_tasks(layers, micros)
 
 
 @given(steps())
 def test_a_step_is_no_shorter_than_either_kinds_work_and_no_longer_than_all_of_it(
-    step: tuple[int, int, Costs],
+    step: tuple[int, int, MicroBatchCosts],
 ) -> None:
     layers, micros, costs = step
-    found = timeline(layers, micros, costs)
-    assert found.makespan >= max(found.attention_busy, found.experts_busy) - 1e-9
-    everything = found.attention_busy + found.experts_busy + found.transfers
-    assert found.makespan <= everything + 1e-9
-    assert 0 <= found.hidden <= 1
+    found = build_timeline(layers, micros, costs)
+    assert found.makespan_s >= max(found.attention_busy_s, found.experts_busy_s) - 1e-9
+    everything = found.attention_busy_s + found.experts_busy_s + found.transfer_s
+    assert found.makespan_s <= everything + 1e-9
+    assert 0 <= found.hidden_transfer_share <= 1
     assert 0 <= found.attention_utilisation <= 1 + 1e-9
 
 
 @given(steps())
-def test_one_micro_batch_hides_nothing(step: tuple[int, int, Costs]) -> None:
+def test_one_micro_batch_hides_nothing(step: tuple[int, int, MicroBatchCosts]) -> None:
     layers, _, costs = step
-    assert serial_s(layers, 1, costs) == pytest.approx(makespan(layers, 1, costs))
-    assert serial_s(layers, 3, costs) >= makespan(layers, 3, costs) - 1e-9
+    assert compute_serial_s(layers, 1, costs) == pytest.approx(compute_makespan_s(layers, 1, costs))
+    assert compute_serial_s(layers, 3, costs) >= compute_makespan_s(layers, 3, costs) - 1e-9
     if costs.dispatch + costs.combine > 1e-3:
-        assert timeline(layers, 1, costs).hidden == pytest.approx(0.0, abs=1e-6)
+        assert build_timeline(layers, 1, costs).hidden_transfer_share == pytest.approx(
+            0.0, abs=1e-6
+        )
 
 
 def test_more_micro_batches_keep_experts_busy() -> None:
-    busy = [timeline(8, micros, Costs(0.6, 1.0)).experts_utilisation for micros in (1, 2, 3, 6)]
+    busy = [
+        build_timeline(8, micros, MicroBatchCosts(0.6, 1.0)).experts_utilisation
+        for micros in (1, 2, 3, 6)
+    ]
     assert busy == sorted(busy)
     assert busy[0] < 0.63 and busy[-1] > 0.98
-    assert timeline(8, 6, Costs(0.6, 1.0, dispatch=0.2, combine=0.2)).hidden > 0.9
+    assert (
+        build_timeline(
+            8, 6, MicroBatchCosts(0.6, 1.0, dispatch=0.2, combine=0.2)
+        ).hidden_transfer_share
+        > 0.9
+    )
 
 
 def test_backward_costs_more_unless_it_was_measured() -> None:
-    costs = Costs(1.0, 2.0, head=3.0, hosted=(1.0,), kept=(0.5,), backward=CHECKPOINTED)
-    assert costs.of(Task(True, 0, 0)) == 3.0 and costs.head_of(True) == 9.0
-    assert costs.of(Task(True, 0, 0, E)) == 3.0 and costs.of(Task(True, 0, 0, H)) == 3.0
-    assert replace(costs, head_backward=7.0).head_of(True) == 7.0
+    costs = MicroBatchCosts(
+        1.0, 2.0, head=3.0, hosted=(1.0,), kept=(0.5,), backward=CHECKPOINTED_BACKWARD_FACTOR
+    )
+    assert costs.get_task_s(ScheduledTask(True, 0, 0)) == 3.0 and costs.get_head_s(True) == 9.0
+    assert (
+        costs.get_task_s(ScheduledTask(True, 0, 0, E)) == 3.0
+        and costs.get_task_s(ScheduledTask(True, 0, 0, H)) == 3.0
+    )
+    assert replace(costs, head_backward=7.0).get_head_s(True) == 7.0
 
 
 def test_tasks_that_wait_for_each_other_are_refused() -> None:
-    experts = expert_order(1, 2)
+    experts = order_expert_tasks(1, 2)
     with pytest.raises(ConfigError, match="never starts"):
-        planned_as(1, attention_order(1, 2), experts[::-1])
-    assert plan_s(1, planned_as(1, attention_order(1, 2), experts), Costs(1, 1)) > 0
+        plan_operations(1, order_attention_tasks(1, 2), experts[::-1])
+    assert (
+        simulate_plan_s(
+            1, plan_operations(1, order_attention_tasks(1, 2), experts), MicroBatchCosts(1, 1)
+        )
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,31 +336,31 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 )
 def test_what_is_no_time_is_refused(costs: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Costs(**{"attention": 1.0, "experts": 1.0} | costs)
+        MicroBatchCosts(**{"attention": 1.0, "experts": 1.0} | costs)
 
 
 def test_layers_have_to_be_told_of_all_or_none() -> None:
     with pytest.raises(ConfigError, match="1 of 2 layers"):
-        makespan(2, 1, Costs(1, 1, hosted=(0.5,), kept=(0.5, 1.0)))
+        compute_makespan_s(2, 1, MicroBatchCosts(1, 1, hosted=(0.5,), kept=(0.5, 1.0)))
 
 
-def written(order: list[Task]) -> str:
+def written(order: list[ScheduledTask]) -> str:
     """F01 is a forward of layer 0 and micro-batch 1; h is of hosted experts."""
     return " ".join(
-        ("h" if task.work is TaskKind.HOSTED else "")
+        ("h" if task.kind is TaskKind.HOSTED else "")
         + "FB"[task.backward]
-        + f"{task.layer}{task.micro}"
+        + f"{task.layer}{task.micro_batch}"
         for task in order
     )
 
 
 def test_the_last_piece_alternates_and_layers_go_back_in_reverse() -> None:
-    assert written(attention_order(2, 2)) == "F00 F01 F10 F11 F20 B20 F21 B21 B10 B11 B00 B01"
-    assert written(expert_order(2, 2)) == "F00 F01 F10 F11 B10 B11 B00 B01"
+    assert written(order_attention_tasks(2, 2)) == "F00 F01 F10 F11 F20 B20 F21 B21 B10 B11 B00 B01"
+    assert written(order_expert_tasks(2, 2)) == "F00 F01 F10 F11 B10 B11 B00 B01"
 
 
 def test_hosted_experts_follow_their_piece_and_go_back_before_it() -> None:
-    order = attention_order(2, 2, (False, True))
+    order = order_attention_tasks(2, 2, (False, True))
     hosted = "F00 F01 F10 F11 hF10 hF11 F20 B20 F21 B21 hB10 hB11 B10 B11 B00 B01"
     assert written(order) == hosted
 
@@ -305,9 +369,9 @@ def test_hosted_experts_follow_their_piece_and_go_back_before_it() -> None:
     layers=st.integers(1, 5), micros=st.integers(1, 5), hosted=st.lists(st.booleans(), max_size=5)
 )
 def test_each_task_runs_once(layers: int, micros: int, hosted: list[bool]) -> None:
-    attention = attention_order(layers, micros, hosted)
+    attention = order_attention_tasks(layers, micros, hosted)
     assert len(set(attention)) == len(attention)
     hosts = sum(hosted[:layers])
     assert len(attention) == 2 * micros * (layers + 1 + hosts)
-    experts = expert_order(layers, micros)
+    experts = order_expert_tasks(layers, micros)
     assert len(set(experts)) == len(experts) == 2 * micros * layers

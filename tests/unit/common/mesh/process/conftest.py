@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from tests.nursery import wait_until_listening
 
 Open = Callable[..., SystemChild]
@@ -28,18 +28,18 @@ def open_nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Op
             [
                 sys.executable,
                 "-m",
-                "meshrl.common.mesh.process.forking.nursery",
+                "meshrl.common.mesh.process.forking.fork_server",
                 str(socket),
                 *modules,
             ],
             name="nursery",
-            env={NURSERY_ENV: OFF},
+            env={FORK_SERVER_ENV: FORK_SERVER_OFF},
             log=tmp_path / "nursery.log",
-            how=Spawning(own_session=True),
+            options=SpawnOptions(own_session=True),
         )
         children.append(child)
         wait_until_listening(child, socket)
-        monkeypatch.setenv(NURSERY_ENV, str(socket))
+        monkeypatch.setenv(FORK_SERVER_ENV, str(socket))
         return child
 
     yield start

@@ -9,7 +9,7 @@ import textwrap
 import time
 from pathlib import Path
 
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.mesh.process.child_handle import read_start_time
 from tests.load import scaled
 
 
@@ -27,7 +27,7 @@ def python(name: str, *arguments: str) -> list[str]:
 async def ended(pid: int, within_s: float = 10.0) -> bool:
     """Whether a process ends in time."""
     until = time.monotonic() + scaled(within_s)
-    while start_time(pid):
+    while read_start_time(pid):
         if time.monotonic() > until:
             return False
         await asyncio.sleep(0.01)

@@ -23,14 +23,14 @@ from meshrl.common.base.errors import (
     StorageFull,
     ToolFailed,
 )
-from meshrl.common.mesh.process import container, cores
-from meshrl.common.mesh.process.cores import TICKS, Cores, of_stat
-from meshrl.common.mesh.process.ends import limits
-from meshrl.common.mesh.process.ends.failure import Failure, told
-from meshrl.common.mesh.process.handle import SystemChild
+from meshrl.common.mesh.process import container, processor_usage
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.diagnosis import host_limits
+from meshrl.common.mesh.process.diagnosis.failure import Failure, format_failure
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.output.log_bounds import LOG_BYTES, bound
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.output.log_bounds import MAX_LOG_BYTES, rotate_if_long
+from meshrl.common.mesh.process.processor_usage import TICKS_PER_S, ProcessorUsage, parse_proc_stat
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from meshrl.common.mesh.process.supervision.supervisor import ChildSpec, Supervisor
 from meshrl.services.node.agent import HostLogFiles
 from tests.load import scaled
@@ -48,7 +48,7 @@ while True:
 # Root has no limit of processes: as somebody else it prints what it would have left.
 PROCESSES = """
 import os, resource, subprocess, sys, threading, time
-from meshrl.common.mesh.process.ends import limits
+from meshrl.common.mesh.process.diagnosis import host_limits
 if os.getuid() == 0:
     os.setresuid(64219, 64219, 64219)
 resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))
@@ -56,11 +56,11 @@ try:
     while True:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 except RuntimeError as error:
-    print(limits.hit(error))
+    print(host_limits.explain_hit_limit(error))
 try:
     subprocess.Popen([sys.executable])
 except OSError as error:
-    print(limits.hit(error), flush=True)
+    print(host_limits.explain_hit_limit(error), flush=True)
 os._exit(1)
 """
 STAT = """cpu  900 0 900 900 0 0 0 0 0 0
@@ -93,10 +93,12 @@ async def run(tmp_path: Path, name: str, code: str, rlimits: dict[str, int]) -> 
     """The failure of a module that runs under these limits."""
     host, log = SystemHost(), tmp_path / f"{name}.log"
     env = module(tmp_path, name, code)
-    child = host.spawn(python(name), name=name, env=env, log=log, how=Spawning(rlimits=rlimits))
+    child = host.spawn(
+        python(name), name=name, env=env, log=log, options=SpawnOptions(rlimits=rlimits)
+    )
     ended = await child.wait(scaled(60.0))
     assert ended, log.read_text()
-    return host.failure_of(child.pid, log, ended)
+    return host.find_failure(child.pid, log, ended)
 
 
 @pytest.mark.parametrize(
@@ -125,57 +127,62 @@ async def test_too_many_processes_of_a_user_are_named(tmp_path: Path) -> None:
 
 def test_other_errors_tell_of_no_limit() -> None:
     others = (ValueError("x"), BlockingIOError(errno.EAGAIN, "a socket"), OSError(13, "no"))
-    assert [limits.hit(error) for error in others] == ["", "", ""]
-    assert limits.hit(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")) == ""
-    assert "memory" in limits.hit(RuntimeError("[enforce fail] can't allocate memory: 9 bytes"))
+    assert [host_limits.explain_hit_limit(error) for error in others] == ["", "", ""]
+    assert (
+        host_limits.explain_hit_limit(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+        == ""
+    )
+    assert "memory" in host_limits.explain_hit_limit(
+        RuntimeError("[enforce fail] can't allocate memory: 9 bytes")
+    )
 
 
 def test_a_kill_by_the_kernel_for_memory_is_told_from_somebodys() -> None:
-    kills = limits.oom_kills()
-    assert limits.killed_for_memory(kills) == ""
-    assert "for want of memory" in limits.killed_for_memory(kills - 1)
+    kills = host_limits.count_oom_kills()
+    assert host_limits.explain_oom_kill(kills) == ""
+    assert "for want of memory" in host_limits.explain_oom_kill(kills - 1)
 
 
 def test_what_is_left_of_a_host_is_told_also_for_a_directory_that_is_not_there_yet(
     tmp_path: Path,
 ) -> None:
-    room, disk = SystemHost().room(tmp_path / "not" / "yet"), os.statvfs(tmp_path)
-    assert 0 < room.memory < 1 << 50
-    assert 0 < room.disk <= disk.f_blocks * disk.f_frsize
+    room, disk = SystemHost().measure_free_space(tmp_path / "not" / "yet"), os.statvfs(tmp_path)
+    assert 0 < room.memory_bytes < 1 << 50
+    assert 0 < room.disk_bytes <= disk.f_blocks * disk.f_frsize
 
 
 def test_memory_that_is_left_to_a_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert limits.group_left(tmp_path) is None
+    assert host_limits.read_group_free_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\n")
-    assert limits.group_left(tmp_path) == 150
+    assert host_limits.read_group_free_bytes(tmp_path) == 150
     (tmp_path / "memory.current").write_text("1200\n")
-    assert limits.group_left(tmp_path) == 0
+    assert host_limits.read_group_free_bytes(tmp_path) == 0
 
 
 def test_the_same_of_control_groups_of_the_first_version(tmp_path: Path) -> None:
     (tmp_path / "memory.usage_in_bytes").write_text("900\n")
     (tmp_path / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert limits.group_left(tmp_path) is None
+    assert host_limits.read_group_free_bytes(tmp_path) is None
     (tmp_path / "memory.limit_in_bytes").write_text("1000\n")
     (tmp_path / "memory.stat").write_text("inactive_file 10\ntotal_inactive_file 50\n")
-    assert limits.group_left(tmp_path) == 150
+    assert host_limits.read_group_free_bytes(tmp_path) == 150
 
 
 def test_cores_that_a_control_group_may_use(tmp_path: Path) -> None:
-    assert limits.group_cores(tmp_path) is None
+    assert host_limits.read_group_cores(tmp_path) is None
     (tmp_path / "cpu.cfs_quota_us").write_text("-1\n")
     (tmp_path / "cpu.cfs_period_us").write_text("100000\n")
-    assert limits.group_cores(tmp_path) is None
+    assert host_limits.read_group_cores(tmp_path) is None
     (tmp_path / "cpu.cfs_quota_us").write_text("150000\n")
-    assert limits.group_cores(tmp_path) == 1.5
+    assert host_limits.read_group_cores(tmp_path) == 1.5
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert limits.group_cores(tmp_path) is None
+    assert host_limits.read_group_cores(tmp_path) is None
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert limits.group_cores(tmp_path) == 0.5
-    assert 1 <= limits.cores() <= len(os.sched_getaffinity(0))
+    assert host_limits.read_group_cores(tmp_path) == 0.5
+    assert 1 <= host_limits.count_usable_cores() <= len(os.sched_getaffinity(0))
 
 
 def test_a_group_above_ours_bounds_us_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,49 +190,51 @@ def test_a_group_above_ours_bounds_us_too(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("this host has no hierarchy of the second version")
     (tmp_path / "cpu.max").write_text("20000 100000\n")
     (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
-    assert limits.cores() == 1 and limits.memory_limit() == 1 << 30
+    monkeypatch.setattr(host_limits, "CGROUPS", tmp_path)
+    assert host_limits.count_usable_cores() == 1 and host_limits.read_memory_limit() == 1 << 30
 
 
 def test_orchestrators_are_known_by_what_they_put_into_a_container(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in (container.KUBERNETES, "container"):
+    for name in (container.KUBERNETES_ENV, "container"):
         monkeypatch.delenv(name, raising=False)
     mark = tmp_path / "mark"
-    monkeypatch.setattr(container, "MARKS", {str(mark): "podman"})
-    assert container.kind() == ""
+    monkeypatch.setattr(container, "MARKER_FILES", {str(mark): "podman"})
+    assert container.detect_container() == ""
     mark.touch()
-    assert container.kind() == "podman"
-    monkeypatch.setenv(container.KUBERNETES, "10.0.0.1")
-    assert container.kind() == "kubernetes"
+    assert container.detect_container() == "podman"
+    monkeypatch.setenv(container.KUBERNETES_ENV, "10.0.0.1")
+    assert container.detect_container() == "kubernetes"
 
 
 def test_a_container_leaves_what_the_kernel_says() -> None:
-    found = container.rights()
-    assert found.user == os.geteuid()
+    found = container.read_rights()
+    assert found.user_id == os.geteuid()
     assert found.seccomp in ("none", "strict", "filtered")
-    assert 0 <= found.capabilities <= 64 and isinstance(found.read_only_root, bool)
-    places = container.writable()
+    assert 0 <= found.capability_count <= 64 and isinstance(found.has_read_only_root, bool)
+    places = container.list_writable_mounts()
     assert places and not [place for place in places if place.startswith(("/proc", "/sys"))]
     assert all(os.access(place, os.W_OK) for place in places)
-    refused = container.user_namespaces_refused()
+    refused = container.explain_user_namespace_rejection()
     assert refused == "" or "user namespaces" in refused
     assert os.readlink("/proc/self/ns/user") == os.readlink(f"/proc/{os.getpid()}/ns/user")
 
 
 def test_idle_time_and_what_guests_had_of_it_does_not_count_twice() -> None:
-    assert of_stat(STAT, {0}) == Cores(1, (100 + 20 + 30 + 6 + 7 + 8) / TICKS)
-    assert of_stat(STAT, {1, 2}) == Cores(2, 1003 / TICKS)
+    assert parse_proc_stat(STAT, {0}) == ProcessorUsage(
+        1, (100 + 20 + 30 + 6 + 7 + 8) / TICKS_PER_S
+    )
+    assert parse_proc_stat(STAT, {1, 2}) == ProcessorUsage(2, 1003 / TICKS_PER_S)
 
 
 def test_work_of_this_process_shows_as_busy_processors() -> None:
-    before, used_s = SystemHost().cores(), time.process_time()
+    before, used_s = SystemHost().measure_processors(), time.process_time()
     while time.process_time() - used_s < 0.2:
         sum(range(1000))
-    after = SystemHost().cores()
-    assert after.number == before.number <= len(os.sched_getaffinity(0))
-    assert after.busy_s - before.busy_s >= 0.2 - 3 / TICKS
+    after = SystemHost().measure_processors()
+    assert after.core_count == before.core_count <= len(os.sched_getaffinity(0))
+    assert after.busy_s - before.busy_s >= 0.2 - 3 / TICKS_PER_S
 
 
 @pytest.mark.parametrize(
@@ -245,9 +254,9 @@ def test_a_control_group_with_a_share_says_what_it_has_used(
     (tmp_path / "group").mkdir()
     for name, text in files.items():
         (tmp_path / "group" / name).write_text(text)
-    monkeypatch.setattr(limits, "groups_of", lambda controller: [tmp_path / "group"])
+    monkeypatch.setattr(host_limits, "list_control_groups", lambda controller: [tmp_path / "group"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    assert cores.cores() == Cores(1.5, 2.5)
+    assert processor_usage.measure_processors() == ProcessorUsage(1.5, 2.5)
 
 
 def appending(path: Path) -> int:
@@ -258,34 +267,36 @@ def test_long_log_starts_again_and_keeps_the_part_before(tmp_path: Path) -> None
     path, kept = tmp_path / "a.log", tmp_path / "a.log.1"
     one, other = appending(path), appending(path)
     os.write(one, b"first\n")
-    assert not bound(one, 10)
+    assert not rotate_if_long(one, 10)
     os.write(one, b"more of it\n")
-    assert bound(one, 10) and not bound(other, 200)
+    assert rotate_if_long(one, 10) and not rotate_if_long(other, 200)
     os.write(other, b"second\n")
     assert kept.read_text() == "first\nmore of it\n"
     assert path.read_text().endswith(" 0 bytes before that were deleted]\nsecond\n")
-    assert bound(other, 10) and kept.read_text().endswith("second\n")
+    assert rotate_if_long(other, 10) and kept.read_text().endswith("second\n")
     assert path.read_text() == (
         "[meshrl: this log goes on from a.log.1; 17 bytes before that were deleted]\n"
     )
     before = kept.stat().st_size
-    assert bound(one, 10) and re.search(rf" {17 + before} bytes", path.read_text())
+    assert rotate_if_long(one, 10) and re.search(rf" {17 + before} bytes", path.read_text())
     path.unlink()
     os.write(one, b"x" * 300)
-    assert bound(one, 200) and kept.stat().st_size < 200, "of a deleted log nothing is kept"
+    assert rotate_if_long(one, 200) and kept.stat().st_size < 200, (
+        "of a deleted log nothing is kept"
+    )
     for fd in (one, other):
         os.close(fd)
 
 
 def test_host_bounds_the_logs_of_all_its_processes(tmp_path: Path) -> None:
     log = appending(tmp_path / "trainer.log")
-    os.truncate(log, LOG_BYTES)
+    os.truncate(log, MAX_LOG_BYTES)
     os.write(log, b"the last line\n")
     (tmp_path / "short.log").write_text("as it was\n")
     files = HostLogFiles(tmp_path)
-    files.bound()
+    files.truncate_oversized()
     os.write(log, b"goes on\n")
-    assert {file.name: file.bytes < 200 for file in files.listed()} == {
+    assert {file.name: file.bytes < 200 for file in files.list_files()} == {
         "short": True,
         "trainer": True,
     }
@@ -301,7 +312,7 @@ async def left(tmp_path: Path, name: str, code: str) -> Failure | None:
     host = SystemHost()
     child = host.spawn(python(name), name=name, env=module(tmp_path, name, code), log=log)
     assert await child.wait(scaled(20)) not in (0, None), log.read_text()
-    return host.failure_of(child.pid, log)
+    return host.find_failure(child.pid, log)
 
 
 @pytest.mark.parametrize("forked", [False, True])
@@ -317,7 +328,11 @@ async def test_an_error_is_found_with_its_type_text_and_place(
         if name == "raises":
             assert failure.where == f"{tmp_path / 'raises.py'}:2"
         if name == "refuses":
-            assert (failure.where, failure.fix, failure.fatal) == ("rollout.stop", "name one", True)
+            assert (failure.where, failure.fix, failure.is_fatal) == (
+                "rollout.stop",
+                "name one",
+                True,
+            )
         if name == "exits":
             assert (failure.job, failure.restart) == ("calc", "patient")
 
@@ -345,14 +360,14 @@ async def test_what_an_earlier_process_left_is_not_blamed_on_a_later_one(tmp_pat
     ],
 )
 def test_only_an_error_of_ones_own_counts_against_a_job(error: Exception, restart: str) -> None:
-    assert Failure.of(error).restart == restart
+    assert Failure.from_error(error).restart == restart
 
 
 def test_the_text_of_a_failure_says_what_where_and_what_to_do() -> None:
-    failure = Failure.of(ConfigError("no such token", where="rollout.stop", fix="name one"))
+    failure = Failure.from_error(ConfigError("no such token", where="rollout.stop", fix="name one"))
     assert str(failure) == "ConfigError: no such token (at rollout.stop). name one"
-    assert told(failure.fields()) == str(failure)
-    assert told({}) == ""
+    assert format_failure(failure.to_event_fields()) == str(failure)
+    assert format_failure({}) == ""
 
 
 async def test_a_child_that_would_only_fail_again_is_given_up_at_once_with_its_error(
@@ -361,7 +376,7 @@ async def test_a_child_that_would_only_fail_again_is_given_up_at_once_with_its_e
     code = "from meshrl.common.base.errors import ConfigError\nraise ConfigError('no', fix='do')"
     hooks = Recorded()
     env = module(tmp_path, "wrong", code)
-    spec = ChildSpec("w", python("wrong"), env=env, log=tmp_path / "w.log", critical=True)
+    spec = ChildSpec("w", python("wrong"), env=env, log=tmp_path / "w.log", is_critical=True)
     supervisor = Supervisor(SystemHost(), SystemClock(), [spec], hooks=hooks)
     await supervisor.start()
     await until(lambda: ("escalated", "w") in hooks.seen)
@@ -380,4 +395,4 @@ async def test_a_spent_budget_names_the_error(tmp_path: Path) -> None:
     await supervisor.start()
     await until(lambda: ("gave up", "c") in hooks.seen)
     assert "ValueError: of this" in hooks.whys[-1] and "more than 1 times" in hooks.whys[-1]
-    assert [end.restarts for end in hooks.ends] == [0, 1]
+    assert [end.restart_count for end in hooks.ends] == [0, 1]

@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV
-from meshrl.common.mesh.process.forking.nursery import listening
-from meshrl.common.mesh.process.handle import UNKNOWN_EXIT, SystemChild, start_time
+from meshrl.common.mesh.process.child_handle import (
+    UNKNOWN_EXIT_STATUS,
+    SystemChild,
+    read_start_time,
+)
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV
+from meshrl.common.mesh.process.forking.fork_server import open_listener
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from tests.load import scaled
 from tests.nursery import wait_until_listening
 from tests.unit.common.mesh.process.modules import ended, module, python, written
@@ -76,7 +80,7 @@ async def test_it_is_what_a_fresh_interpreter_would_be(
     monkeypatch.setenv("MESHRL_TEST", "changed")
     before = os.umask(0o002)
     try:
-        seen = await shown(tmp_path, how=Spawning(nice=1), env={"MESHRL_OTHER": "1"})
+        seen = await shown(tmp_path, options=SpawnOptions(niceness=1), env={"MESHRL_OTHER": "1"})
         again = await shown(tmp_path)
     finally:
         os.umask(before)
@@ -188,7 +192,7 @@ OWNER = """
     import sys, time
     from pathlib import Path
     from meshrl.common.mesh.process.host import SystemHost
-    from meshrl.common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.spawning import SpawnOptions
     child = SystemHost().spawn([sys.executable, "-m", sys.argv[2]], name="child")
     Path(sys.argv[1]).write_text(f"{child.pid}\\n")
     time.sleep(60)
@@ -212,7 +216,7 @@ async def test_it_dies_with_its_owner_and_not_with_the_nursery(
     nursery.kill()
     assert await nursery.wait(scaled(5)) == -signal.SIGKILL
     await asyncio.sleep(0.05)
-    assert start_time(pid)
+    assert read_start_time(pid)
     if state == "is stopped":
         os.kill(pid, signal.SIGSTOP)
     if owner_stopped:
@@ -226,13 +230,13 @@ async def test_a_worker_outlives_its_owner(tmp_path: Path, open_nursery: Open) -
     env = module(
         tmp_path,
         "owner",
-        OWNER.replace('"child")', '"child", how=Spawning(die_with_parent=False))'),
+        OWNER.replace('"child")', '"child", options=SpawnOptions(die_with_parent=False))'),
     )
     module(tmp_path, "sleeps", "import time; time.sleep(60)")
     note = tmp_path / "pid"
     owner = SystemHost().spawn(python("owner", str(note), "sleeps"), name="owner", env=env)
     pid = int(await written(note))
-    began = start_time(pid)
+    began = read_start_time(pid)
     owner.kill()
     assert await owner.wait(scaled(5)) is not None
     await asyncio.sleep(0.05)
@@ -257,7 +261,7 @@ async def test_the_status_is_true_though_the_nursery_has_ended(
     nursery.kill()
     assert await nursery.wait(scaled(5)) == -signal.SIGKILL
     go.touch()
-    assert await child.wait(scaled(20)) == (6 if KERNEL >= (6, 15) else UNKNOWN_EXIT)
+    assert await child.wait(scaled(20)) == (6 if KERNEL >= (6, 15) else UNKNOWN_EXIT_STATUS)
     log = tmp_path / "log"
     executed = SystemHost().spawn(python("waits", str(go)), name="waits", env=env, log=log)
     assert await executed.wait(scaled(20)) == 6
@@ -303,7 +307,7 @@ async def test_a_debugged_process_starts_others_itself(tmp_path: Path, open_nurs
 async def test_a_nursery_that_is_not_there_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NURSERY_ENV, str(tmp_path / "nothing" / "here"))
+    monkeypatch.setenv(FORK_SERVER_ENV, str(tmp_path / "nothing" / "here"))
     assert (await shown(tmp_path))["parent"] == os.getpid()
 
 
@@ -313,11 +317,11 @@ async def test_the_path_of_a_nursery_may_be_long(
     place = tmp_path / ("a" * 100) / ("b" * 100)
     place.mkdir(parents=True)
     nursery = SystemHost().spawn(
-        python("meshrl.common.mesh.process.forking.nursery", str(place / "socket")),
+        python("meshrl.common.mesh.process.forking.fork_server", str(place / "socket")),
         name="nursery",
-        how=Spawning(own_session=True),
+        options=SpawnOptions(own_session=True),
     )
-    monkeypatch.setenv(NURSERY_ENV, str(place / "socket"))
+    monkeypatch.setenv(FORK_SERVER_ENV, str(place / "socket"))
     wait_until_listening(nursery, place / "socket")
     assert (await shown(tmp_path))["parent"] == nursery.pid
     assert (place / "socket").stat().st_mode & 0o077 == 0
@@ -334,7 +338,7 @@ def test_a_socket_that_is_found_listens(tmp_path: Path, monkeypatch: pytest.Monk
             super().listen(backlog)
 
     monkeypatch.setattr(socket, "socket", Listener)
-    with listening(path), Listener(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    with open_listener(path), Listener(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(str(path))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert list(tmp_path.iterdir()) == [path]
@@ -347,7 +351,7 @@ async def test_garbage_is_refused_and_the_next_order_served(
     for message in (b"garbage", b"[]", b'{"module": 1}', b"\xff" * 1000):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
             connection.settimeout(scaled(5))
-            connection.connect(os.environ[NURSERY_ENV])
+            connection.connect(os.environ[FORK_SERVER_ENV])
             connection.send(message)
             assert b"refused" in connection.recv(1000)
     assert (await shown(tmp_path))["parent"] == nursery.pid
@@ -371,10 +375,10 @@ async def test_what_a_child_leaves_in_its_session_ends_with_it(
 async def test_an_owner_that_ends_before_it_says_go_has_started_nothing(
     tmp_path: Path, open_nursery: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshrl.common.mesh.process.forking.birth import Birth
+    from meshrl.common.mesh.process.forking.fork_client import ForkedProcess
 
     nursery = open_nursery()
-    monkeypatch.setattr(Birth, "go", lambda birth: birth.close())
+    monkeypatch.setattr(ForkedProcess, "start", lambda process: process.close())
     note = tmp_path / "note"
     env = module(tmp_path, "notes", f"open({str(note)!r}, 'w').write('x')")
     child = SystemHost().spawn(python("notes"), name="notes", env=env)
@@ -390,7 +394,9 @@ async def test_threads_of_an_import_are_refused(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     nursery = SystemHost().spawn(
-        python("meshrl.common.mesh.process.forking.nursery", str(tmp_path / "socket"), "threaded"),
+        python(
+            "meshrl.common.mesh.process.forking.fork_server", str(tmp_path / "socket"), "threaded"
+        ),
         name="nursery",
         env=env,
         log=log,

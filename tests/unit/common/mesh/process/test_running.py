@@ -19,21 +19,21 @@ import pytest
 
 from meshrl.common.base.errors import ConfigError, DeadlineExceeded, MeshError
 from meshrl.common.base.host.settings import SETTINGS_ENV, MeshSettings
-from meshrl.common.mesh.process.answers import answer_of
+from meshrl.common.mesh.process.child_handle import SystemChild, read_start_time
+from meshrl.common.mesh.process.command_output import run_for_document
 from meshrl.common.mesh.process.entry.guard import TAIL_BYTES
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from meshrl.common.mesh.process.forking.newborn import let_go
-from meshrl.common.mesh.process.handle import SystemChild, start_time
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
+from meshrl.common.mesh.process.forking.fork_setup import wait_for_start
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.output.log_bounds import BURST, RATE
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.output.log_bounds import BURST_BYTES, RATE_BYTES_PER_S
+from meshrl.common.mesh.process.spawning import SpawnOptions
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 from tests.unit.common.mesh.process.test_nursery import Open
 
 SERVICE = """
 import asyncio
-from meshrl.common.mesh.runtime.mesh import run
+from meshrl.common.mesh.runtime.mesh import run_service
 
 async def main():
     print("up", flush=True)
@@ -42,7 +42,7 @@ async def main():
     finally:
         print("cleaned up", flush=True)
 
-run(main)
+run_service(main)
 """
 IMPORTED = """
     import os, tempfile
@@ -56,9 +56,9 @@ ENDS = """
 FULL = Path("/dev/full")  # every write to it is refused: no space is left
 CODE = """
     import sys, warnings
-    from meshrl.common.mesh.process.output.streams import outlive_a_full_disk
+    from meshrl.common.mesh.process.output.streams import install_lossy_output
     if sys.argv[1] == "lossy":
-        outlive_a_full_disk()
+        install_lossy_output()
     for number in range(3):
         print("a line " * 1000, flush=True)
         print("an error", file=sys.stderr, flush=True)
@@ -102,13 +102,13 @@ OWNER = """
     import asyncio, sys
     from pathlib import Path
     from meshrl.common.mesh.process.host import SystemHost
-    from meshrl.common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.spawning import SpawnOptions
 
     async def main():
         argv = [sys.executable, "-m", "orphans", sys.argv[1]]
         log = Path(sys.argv[2])
-        how = Spawning(pipe=True, guarded=True)
-        child = SystemHost().spawn(argv, name="code", log=log, how=how)
+        options = SpawnOptions(has_channel=True, is_guarded=True)
+        child = SystemHost().spawn(argv, name="code", log=log, options=options)
         await asyncio.sleep(3600)
 
     asyncio.run(main())
@@ -166,7 +166,7 @@ def test_settings_that_others_can_read_or_have_made_are_refused(
 
 async def asked(logs: Path, code: str, within_s: float = 0.0) -> dict[str, object]:
     command = [sys.executable, "-c", code]
-    return await answer_of(SystemHost(), command, "asked/j", logs, within_s or scaled(60.0))
+    return await run_for_document(SystemHost(), command, "asked/j", logs, within_s or scaled(60.0))
 
 
 async def test_the_last_line_is_the_answer_and_nothing_is_left(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_process_begins_at_its_owners_word_only(told: bytes) -> None:
         if told:
             ours.send(told)
         ours.close()
-        assert let_go(theirs) is (told == b"go")
+        assert wait_for_start(theirs) is (told == b"go")
 
 
 def test_an_owner_that_ended_before_it_read_the_answer_lets_nothing_go() -> None:
@@ -227,7 +227,7 @@ def test_an_owner_that_ended_before_it_read_the_answer_lets_nothing_go() -> None
     with theirs:
         theirs.send(b"the number of the process")
         ours.close()
-        assert not let_go(theirs)
+        assert not wait_for_start(theirs)
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
@@ -254,7 +254,7 @@ def way(request: pytest.FixtureRequest, open_nursery: Open, monkeypatch: pytest.
     if request.param == "forked":
         open_nursery()
     else:
-        monkeypatch.setenv(NURSERY_ENV, OFF)
+        monkeypatch.setenv(FORK_SERVER_ENV, FORK_SERVER_OFF)
     return str(request.param)
 
 
@@ -269,7 +269,7 @@ async def orphans(pids: Path) -> list[int]:
     async with asyncio.timeout(scaled(20)):
         while len(found := numbers(pids)) < STARTED:
             await asyncio.sleep(0.01)
-    assert all(map(start_time, found))
+    assert all(map(read_start_time, found))
     return found
 
 
@@ -282,17 +282,17 @@ async def test_nothing_that_guarded_code_started_outlives_it(tmp_path: Path, way
             name="c",
             env=env,
             log=log,
-            how=Spawning(pipe=True, guarded=True),
+            options=SpawnOptions(has_channel=True, is_guarded=True),
         )
         left = await orphans(pids)
-        usage = child.usage()
+        usage = child.read_usage()
         assert usage is not None and child.pid not in left
         if how == b"kill":
             child.kill()
         else:
             await child.send(how)
         assert await child.wait(scaled(20)) == code, log.read_text()
-        assert not any(map(start_time, [*left, child.pid])), (way, how)
+        assert not any(map(read_start_time, [*left, child.pid])), (way, how)
         child.close()
 
 
@@ -310,10 +310,10 @@ async def test_guarded_code_ends_with_its_owner_and_with_a_killed_guard(
         python("orphans", str(tmp_path / "more")),
         name="c",
         env=env,
-        how=Spawning(pipe=True, guarded=True),
+        options=SpawnOptions(has_channel=True, is_guarded=True),
     )
     await orphans(tmp_path / "more")
-    assert child.usage() is not None
+    assert child.read_usage() is not None
     os.kill(child._guard, signal.SIGKILL)  # the process itself ends with it
     assert await child.wait(scaled(20)) == -signal.SIGKILL
     assert await ended(child.pid)
@@ -328,10 +328,14 @@ async def test_error_of_guarded_code_is_found_though_it_ended_before_its_pid_was
     env, log = module(tmp_path, "raises", "raise ValueError('at import')"), tmp_path / "log"
     host = SystemHost()
     child = host.spawn(
-        python("raises"), name="r", env=env, log=log, how=Spawning(pipe=True, guarded=True)
+        python("raises"),
+        name="r",
+        env=env,
+        log=log,
+        options=SpawnOptions(has_channel=True, is_guarded=True),
     )
     assert await child.wait(scaled(20)) == 1
-    failure = host.failure_of(child.pid, log, 1)
+    failure = host.find_failure(child.pid, log, 1)
     assert failure is not None and failure.text == "at import", way
     child.close()
 
@@ -343,13 +347,15 @@ async def test_output_of_guarded_code_is_bounded_and_the_drop_is_noted(
     env = module(tmp_path, "prints", PRINTS)
     begun = asyncio.get_running_loop().time()
     child = SystemHost().spawn(
-        python("prints"), name="p", env=env, log=log, how=Spawning(guarded=True)
+        python("prints"), name="p", env=env, log=log, options=SpawnOptions(is_guarded=True)
     )
     assert await child.wait(scaled(30)) == 0
     took_s = asyncio.get_running_loop().time() - begun
     content = log.read_bytes()
     dropped = sum(map(int, re.findall(rb"\[meshrl: (\d+) bytes of output dropped", content)))
-    assert content.count(b"x") <= BURST + took_s * (RATE + TAIL_BYTES) + TAIL_BYTES, way
+    assert (
+        content.count(b"x") <= BURST_BYTES + took_s * (RATE_BYTES_PER_S + TAIL_BYTES) + TAIL_BYTES
+    ), way
     text = re.sub(rb"\n\[meshrl: .*\]\n", b"", content)
     assert text.endswith(b"last words\n")
     assert dropped and len(text) + dropped == (12 << 20) + len("last words\n")

@@ -12,16 +12,21 @@ import pytest
 from meshrl.common.base.clock import Clock, SystemClock
 from meshrl.common.base.errors import NotFound, Refused, StateUnavailable
 from meshrl.common.base.random import Random
-from meshrl.common.mesh.process.handle import Child
+from meshrl.common.mesh.process.child_handle import ChildProcess
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.process.supervision.lease_watch import GRACE_S, LeaseWatch
-from meshrl.common.mesh.process.supervision.restarts import Restarts
-from meshrl.common.mesh.process.supervision.supervisor import ChildEnd, ChildSpec, Hooks, Supervisor
+from meshrl.common.mesh.process.supervision.restart_budget import RestartBudget
+from meshrl.common.mesh.process.supervision.supervisor import (
+    ChildExit,
+    ChildSpec,
+    Supervisor,
+    SupervisorHooks,
+)
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry
-from meshrl.sim.loop import run_virtual
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.sim.virtual_loop import run_virtual
 from tests.load import scaled
 from tests.simulated_host import SimulatedChannel, SimulatedHost, staged
 from tests.unit.common.mesh.runtime.talking import until
@@ -29,29 +34,29 @@ from tests.unit.common.mesh.runtime.talking import until
 TTL_MS = 6000
 
 
-class Recorded(Hooks):
+class Recorded(SupervisorHooks):
     def __init__(self) -> None:
         self.seen: list[tuple[str, str]] = []
         self.stopped_pid = 0
         self.whys: list[str] = []
-        self.ends: list[ChildEnd] = []
+        self.ends: list[ChildExit] = []
 
-    async def started(self, child: Child) -> None:
+    async def on_start(self, child: ChildProcess) -> None:
         self.seen.append(("started", child.name))
 
-    async def ended(self, child: Child, end: ChildEnd) -> None:
+    async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
         self.seen.append(("ended", child.name))
-        self.whys.append(end.told)
-        self.ends.append(end)
+        self.whys.append(child_exit.description)
+        self.ends.append(child_exit)
 
-    def lease_expired(self, child: Child) -> bool:
+    def has_lease_expired(self, child: ChildProcess) -> bool:
         return child.pid == self.stopped_pid
 
-    async def gave_up(self, spec: ChildSpec, why: str) -> None:
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
         self.seen.append(("gave up", spec.name))
         self.whys.append(why)
 
-    async def escalate(self, name: str) -> None:
+    async def on_critical_loss(self, name: str) -> None:
         self.seen.append(("escalated", name))
 
 
@@ -84,13 +89,13 @@ async def test_a_killed_child_comes_back_after_its_end_was_told(make: Make) -> N
     await until(lambda: len(hooks.seen) == 3)
     assert hooks.seen == [("started", "a"), ("ended", "a"), ("started", "a")]
     assert hooks.whys == ["signal 9"]
-    assert supervisor.children["a"].pid != first and supervisor.restarts("a") == 1
+    assert supervisor.children["a"].pid != first and supervisor.count_restarts("a") == 1
 
 
 async def test_a_spent_budget_is_given_up_and_escalates_for_a_critical_child(make: Make) -> None:
     hooks = Recorded()
     fails = ["/bin/sh", "-c", "exit 4"]
-    supervisor = make(ChildSpec("bad", fails, budget=(2, 60.0), critical=True), hooks=hooks)
+    supervisor = make(ChildSpec("bad", fails, budget=(2, 60.0), is_critical=True), hooks=hooks)
     await supervisor.start()
     await until(lambda: ("escalated", "bad") in hooks.seen)
     kinds = [kind for kind, _ in hooks.seen]
@@ -133,7 +138,7 @@ async def test_one_for_all_replaces_the_siblings_too(make: Make) -> None:
         return len(now) == 3 and not set(now.values()) & set(before.values())
 
     await until(all_new)
-    assert supervisor.restarts("b") == 1 and supervisor.restarts("a") == 0
+    assert supervisor.count_restarts("b") == 1 and supervisor.count_restarts("a") == 0
 
 
 async def test_stages_stop_from_the_highest_and_a_deaf_child_is_killed(
@@ -156,8 +161,8 @@ async def test_stages_stop_from_the_highest_and_a_deaf_child_is_killed(
 async def test_a_hook_that_raises_does_not_end_the_supervision(
     make: Make, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Broken(Hooks):
-        async def ended(self, child: Child, end: ChildEnd) -> None:
+    class Broken(SupervisorHooks):
+        async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
             raise RuntimeError("redis was away")
 
     supervisor = make(sleeper("a"), hooks=Broken())
@@ -212,7 +217,7 @@ async def test_a_restart_that_fails_is_tried_again_until_it_succeeds(
     await supervisor.start()
     break_starts(log)
     supervisor.children["a"].kill()
-    await until(lambda: supervisor.restarts("a") >= 3)
+    await until(lambda: supervisor.count_restarts("a") >= 3)
     assert supervisor.children == {}
     mend_starts(log)
     await until(lambda: "a" in supervisor.children)
@@ -225,7 +230,7 @@ async def test_restarts_that_go_on_failing_spend_the_budget_and_escalate(
 ) -> None:
     hooks, log = Recorded(), tmp_path / "logs" / "a.log"
     supervisor = make(
-        sleeper("a", log=log, budget=(3, 60.0), critical=True),
+        sleeper("a", log=log, budget=(3, 60.0), is_critical=True),
         sleeper("b", budget=(0, 60.0)),
         hooks=hooks,
         strategy=strategy,
@@ -251,7 +256,7 @@ async def test_a_sibling_that_cannot_be_started_again_spends_its_own_budget(
 ) -> None:
     hooks, log = Recorded(), tmp_path / "logs" / "a.log"
     supervisor = make(
-        sleeper("a", log=log, budget=(2, 60.0), critical=True),
+        sleeper("a", log=log, budget=(2, 60.0), is_critical=True),
         sleeper("b", budget=(1, 60.0)),
         hooks=hooks,
         strategy="one_for_all",
@@ -261,7 +266,7 @@ async def test_a_sibling_that_cannot_be_started_again_spends_its_own_budget(
     supervisor.children["b"].kill()
     await until(lambda: ("escalated", "a") in hooks.seen)
     await until(lambda: list(supervisor.children) == ["b"])
-    assert supervisor.restarts("a") == 2 and supervisor.restarts("b") == 1
+    assert supervisor.count_restarts("a") == 2 and supervisor.count_restarts("b") == 1
 
 
 async def test_a_first_start_that_fails_is_the_caller_s_and_leaves_the_name_free(
@@ -277,73 +282,77 @@ async def test_a_first_start_that_fails_is_the_caller_s_and_leaves_the_name_free
 
 
 def test_restarts_slow_down_and_are_forgotten_with_time() -> None:
-    restarts = Restarts(3, 10.0)
+    restarts = RestartBudget(3, 10.0)
     assert [restarts.next_delay(t) for t in (0.0, 1.0, 2.0)] == [0.05, 0.1, 0.2]
     assert restarts.next_delay(9.9) is None
     assert restarts.next_delay(10.5) is not None
-    assert restarts.total == 4
+    assert restarts.total_restarts == 4
 
 
-def ends(restarts: Restarts, cause: str, every_s: float, times: int, begin: float = 0.0) -> int:
+def ends(
+    restarts: RestartBudget, cause: str, every_s: float, times: int, begin: float = 0.0
+) -> int:
     """How often a child that runs `every_s` and ends by `cause` is started again."""
     for number in range(times):
         now = begin + number * every_s
-        restarts.ended(cause, every_s, now)
+        restarts.record_exit(cause, every_s, now)
         if restarts.next_delay(now) is None:
             return number
     return times
 
 
 def test_one_error_in_a_row_is_given_up_however_slowly_it_comes() -> None:
-    assert ends(Restarts(3, 10.0), "signal 11", 9.0, 50) == 3
-    assert ends(Restarts(3, 10.0), "signal 11", 11.0, 50) == 50, "it ran for long in between"
+    assert ends(RestartBudget(3, 10.0), "signal 11", 9.0, 50) == 3
+    assert ends(RestartBudget(3, 10.0), "signal 11", 11.0, 50) == 50, "it ran for long in between"
 
 
 def test_another_error_begins_a_row_of_its_own() -> None:
-    restarts = Restarts(3, 10.0)
+    restarts = RestartBudget(3, 10.0)
     for begin, cause in enumerate(("signal 9", "PeerLost a", "signal 9", "signal 9")):
         assert ends(restarts, cause, 9.0, 2, begin * 20.0) == 2 or begin == 3
-    assert restarts.ended("signal 9", 1.0, 100.0) == 60.0
-    restarts.forget()
+    assert restarts.record_exit("signal 9", 1.0, 100.0) == 60.0
+    restarts.reset()
     assert restarts.next_delay(200.0) is not None
-    assert restarts.ended("signal 9", 1.0, 201.0) == 161.0, "a fresh budget is no other error"
+    assert restarts.record_exit("signal 9", 1.0, 201.0) == 161.0, "a fresh budget is no other error"
 
 
 async def sleeps(arguments: list[str], channel: SimulatedChannel) -> None:
     await channel.recv()
 
 
-class AwayAtTimes(State):
+class AwayAtTimes(StateClient):
     """A simulated Redis that can be away."""
 
     away = False
 
-    async def run(self, script: str, keys: list[str], *args: object) -> object:
+    async def run_script(self, script: str, keys: list[str], *args: object) -> object:
         if self.away:
             raise StateUnavailable("away")
-        return await super().run(script, keys, *args)
+        return await super().run_script(script, keys, *args)
 
 
 class Scene:
     def __init__(self, clock: Clock, random: Random) -> None:
         self.clock = clock
-        whole = simulated_state(clock)
-        self.state = AwayAtTimes(whole.url, whole.client, whole._sync, clock.monotonic)
+        whole = open_simulated_state(clock)
+        self.state = AwayAtTimes(whole.url, whole.client, whole._sync_client, clock.monotonic)
         self.host = SimulatedHost(clock, random, {"services.x": sleeps})
-        self.child: Child = self.host.spawn(["python", "-m", "services.x"], name="x/0")
+        self.child: ChildProcess = self.host.spawn(["python", "-m", "services.x"], name="x/0")
         self.watch = LeaseWatch(self.state, clock, "h", lambda: [self.child])
         self.token = 0
 
     async def register(self, incarnation: str = "i1", pid: int = 0) -> None:
-        entry = Entry("x/0", "x", host="h", pid=pid or self.child.pid, incarnation=incarnation)
+        entry = RegistryEntry(
+            "x/0", "x", host="h", pid=pid or self.child.pid, incarnation=incarnation
+        )
         self.token = await registry.register(self.state, entry, TTL_MS)
 
     async def watching(self, seconds: float, *, renewing: bool = False) -> None:
         for _ in range(int(seconds / 0.5)):
             if renewing:
-                registry.renew(self.state, "x/0", self.token, TTL_MS, {}, [])
+                registry.renew_lease(self.state, "x/0", self.token, TTL_MS, {}, [])
             await self.clock.sleep(0.5)
-            await self.watch.look()
+            await self.watch.check_leases()
 
 
 def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
@@ -359,18 +368,18 @@ def in_scene(play: Callable[[Scene], Awaitable[None]]) -> None:
 async def test_a_process_that_renews_is_left_alone_and_a_stopped_one_is_found(scene: Scene) -> None:
     await scene.register()
     await scene.watching(20, renewing=True)
-    assert not scene.watch.expired(scene.child)
+    assert not scene.watch.has_expired(scene.child)
     await scene.watching(7)
-    assert not scene.watch.expired(scene.child)
+    assert not scene.watch.has_expired(scene.child)
     await scene.watching(3)
-    assert scene.watch.expired(scene.child)
+    assert scene.watch.has_expired(scene.child)
 
 
 @staged(in_scene)
 async def test_a_process_that_has_not_registered_yet_is_no_stopped_one(scene: Scene) -> None:
     await scene.register(pid=scene.child.pid + 1)  # a predecessor's entry, expired
     await scene.watching(30)
-    assert not scene.watch.expired(scene.child)
+    assert not scene.watch.has_expired(scene.child)
 
 
 @staged(in_scene)
@@ -381,9 +390,9 @@ async def test_after_an_outage_of_redis_everyone_has_a_grace(scene: Scene) -> No
     await scene.watching(20)
     scene.state.away = False
     await scene.watching(GRACE_S - 1)
-    assert not scene.watch.expired(scene.child)
+    assert not scene.watch.has_expired(scene.child)
     await scene.watching(4)
-    assert scene.watch.expired(scene.child)
+    assert scene.watch.has_expired(scene.child)
 
 
 @staged(in_scene)

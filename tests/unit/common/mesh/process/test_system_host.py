@@ -13,12 +13,17 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.errors import BadMessage, DeadlineExceeded, PeerLost
-from meshrl.common.base.host.settings import MESH_ENV
-from meshrl.common.mesh.process.forking.birth import NURSERY_ENV, OFF
-from meshrl.common.mesh.process.handle import start_time
+from meshrl.common.base.host.settings import MESH_TAG_ENV
+from meshrl.common.mesh.process.child_handle import read_start_time
+from meshrl.common.mesh.process.forking.fork_client import FORK_SERVER_ENV, FORK_SERVER_OFF
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.process.peers import SocketEnd, client_hosts, foreign_clients, listeners
-from meshrl.common.mesh.process.starting import Spawning
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.common.mesh.process.tcp_sockets import (
+    SocketAddress,
+    find_client_hosts,
+    find_foreign_users,
+    find_listen_addresses,
+)
 from tests.load import scaled
 from tests.unit.common.mesh.process.modules import ended, module, python
 from tests.unit.common.mesh.runtime.talking import until
@@ -33,7 +38,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "forked":
         request.getfixturevalue("open_nursery")()
     else:
-        monkeypatch.setenv(NURSERY_ENV, OFF)
+        monkeypatch.setenv(FORK_SERVER_ENV, FORK_SERVER_OFF)
     return str(request.param)
 
 
@@ -77,7 +82,7 @@ async def test_limits_and_niceness_hold_in_the_child(tmp_path: Path) -> None:
         name="shows",
         env=env,
         log=log,
-        how=Spawning(nice=3, rlimits={"NOFILE": 77}),
+        options=SpawnOptions(niceness=3, rlimits={"NOFILE": 77}),
     )
     assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text().split() == [str(before + 3), "77"]
@@ -87,9 +92,9 @@ PARENT = """
     import asyncio, sys, time
     from pathlib import Path
     from meshrl.common.mesh.process.host import SystemHost
-    from meshrl.common.mesh.process.starting import Spawning
+    from meshrl.common.mesh.process.spawning import SpawnOptions
     host = SystemHost()
-    child = host.spawn(sys.argv[2:], name="grandchild", how=Spawning(own_session=True))
+    child = host.spawn(sys.argv[2:], name="grandchild", options=SpawnOptions(own_session=True))
     Path(sys.argv[1]).write_text(str(child.pid))
     time.sleep(60)
 """
@@ -107,7 +112,7 @@ async def test_children_die_with_a_parent_that_is_killed(
         while not (note.exists() and note.read_text()):
             await asyncio.sleep(0.01)
     pid = int(note.read_text())
-    assert start_time(pid)
+    assert read_start_time(pid)
     parent.kill()
     assert await ended(pid)
 
@@ -123,15 +128,17 @@ async def test_a_process_whose_death_pipe_closes_ends_though_its_parent_lives(
     async with asyncio.timeout(scaled(SOON_S)):
         while not up.exists():
             assert await child.wait(0.01) is None
-    assert host._starter._death is not None
-    os.close(host._starter._death[1])
+    assert host._spawner._death_pipe is not None
+    os.close(host._spawner._death_pipe[1])
     assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
 
 
 async def test_a_session_leaves_nothing_behind_when_its_leader_ends(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"sleep 60 & echo $! > {note}; exit 0"
-    child = SystemHost().spawn(["/bin/sh", "-c", script], name="sh", how=Spawning(own_session=True))
+    child = SystemHost().spawn(
+        ["/bin/sh", "-c", script], name="sh", options=SpawnOptions(own_session=True)
+    )
     assert await child.wait(scaled(SOON_S)) == 0
     assert await ended(int(note.read_text()))
 
@@ -147,7 +154,9 @@ ECHO = """
 
 async def test_frames_pass_both_ways_whatever_their_size(tmp_path: Path) -> None:
     env = module(tmp_path, "echo", ECHO)
-    child = SystemHost().spawn(python("echo"), name="echo", env=env, how=Spawning(pipe=True))
+    child = SystemHost().spawn(
+        python("echo"), name="echo", env=env, options=SpawnOptions(has_channel=True)
+    )
     for frame in (b"", b"abc", bytes(range(256)) * 4000):
         await child.send(frame)
         assert await child.recv(scaled(SOON_S)) == frame[::-1]
@@ -165,7 +174,9 @@ async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> No
         import time; time.sleep(60)
     """
     env = module(tmp_path, "garbage", garbage)
-    child = SystemHost().spawn(python("garbage"), name="garbage", env=env, how=Spawning(pipe=True))
+    child = SystemHost().spawn(
+        python("garbage"), name="garbage", env=env, options=SpawnOptions(has_channel=True)
+    )
     with pytest.raises(BadMessage):
         await child.recv(scaled(SOON_S))
     child.kill()
@@ -174,11 +185,11 @@ async def test_a_frame_that_cannot_be_one_is_a_typed_error(tmp_path: Path) -> No
 async def test_a_process_of_another_mesh_or_name_is_not_adopted_on_the_word_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(MESH_ENV, "ours")
+    monkeypatch.setenv(MESH_TAG_ENV, "ours")
     code = "import os, time; open(os.environ['THERE'], 'w'); time.sleep(600)"
     there = tmp_path / "there"
     for mark in ("ours", "another's"):
-        env = {**module(tmp_path, "lasts", code), MESH_ENV: mark, "THERE": str(there)}
+        env = {**module(tmp_path, "lasts", code), MESH_TAG_ENV: mark, "THERE": str(there)}
         host = SystemHost()
         child = host.spawn(python("lasts", "--name", "a"), name="a", env=env)
         while not there.exists():
@@ -209,18 +220,18 @@ async def test_usage_counts_cpu_time_and_names_a_stopped_process(tmp_path: Path)
     env = module(tmp_path, "spins", "while True: pass")
     child = SystemHost().spawn(python("spins"), name="spins", env=env)
     async with asyncio.timeout(scaled(SOON_S)):
-        while (usage := child.usage()) is not None and usage.cpu_s < 0.1:
+        while (usage := child.read_usage()) is not None and usage.cpu_s < 0.1:
             await asyncio.sleep(0.01)
     assert usage is not None
     os.kill(child.pid, signal.SIGSTOP)
     async with asyncio.timeout(scaled(SOON_S)):  # it stops when it gets a core next
         while usage is not None and usage.state != "T":
             await asyncio.sleep(0.01)
-            usage = child.usage()
+            usage = child.read_usage()
     assert usage is not None and usage.cpu_s >= 0.1
     child.kill()
     assert await child.wait(scaled(SOON_S)) == -signal.SIGKILL
-    assert child.usage() is None
+    assert child.read_usage() is None
 
 
 async def test_every_goes_on_after_a_failure_and_ends_on_false(
@@ -234,7 +245,7 @@ async def test_every_goes_on_after_a_failure_and_ends_on_false(
             raise RuntimeError("redis was away")
         return len(calls) < 3
 
-    SystemHost().every(0.005, tick, "tick")
+    SystemHost().run_periodically(0.005, tick, "tick")
     await until(lambda: len(calls) >= 3, SOON_S)
     await asyncio.sleep(0.03)
     assert calls == [0, 1, 2]
@@ -274,7 +285,7 @@ async def test_a_record_that_does_not_fit_leaves_no_trace(tmp_path: Path) -> Non
         name="fills",
         env=env,
         log=log,
-        how=Spawning(rlimits={"FSIZE": 1000}),
+        options=SpawnOptions(rlimits={"FSIZE": 1000}),
     )
     assert await child.wait(scaled(SOON_S)) == 0
     assert log.read_text() == "StorageFull 600\n"
@@ -299,16 +310,16 @@ def test_replacing_a_file_leaves_no_scratch_file(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def end_of(listener: socket.socket) -> SocketEnd:
+def end_of(listener: socket.socket) -> SocketAddress:
     host, port = listener.getsockname()[:2]
-    return SocketEnd(ip_address(host), port)
+    return SocketAddress(ip_address(host), port)
 
 
 def test_a_process_knows_its_own_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         end = end_of(listener)
-        assert end in listeners()
-    assert end not in listeners()
+        assert end in find_listen_addresses()
+    assert end not in find_listen_addresses()
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
@@ -320,12 +331,12 @@ def test_it_is_told_where_clients_come_from(everywhere: bool) -> None:
         socket.create_server((host, 0), **about) as other,  # type: ignore[arg-type]
     ):
         end, of_others = end_of(listener), end_of(other)
-        assert client_hosts({end}) == set()
+        assert find_client_hosts({end}) == set()
         source = ("127.0.0.2", 0)
         with socket.create_connection(("127.0.0.1", end.port), source_address=source):
-            assert client_hosts({end}) == {"127.0.0.2"}
-            assert client_hosts({of_others}) == set()
-            assert client_hosts({SocketEnd(ip_address("127.0.0.3"), end.port)}) == set()
+            assert find_client_hosts({end}) == {"127.0.0.2"}
+            assert find_client_hosts({of_others}) == set()
+            assert find_client_hosts({SocketAddress(ip_address("127.0.0.3"), end.port)}) == set()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -338,7 +349,7 @@ def test_clients_of_other_users_are_told_from_ours(host: str) -> None:
     ):
         end, of_others = end_of(listener), end_of(other)
         with socket.create_connection((host, end.port)):
-            assert foreign_clients({end}) == set()
+            assert find_foreign_users({end}) == set()
         told, tell = os.pipe()
         stay, leave = os.pipe()
         stranger = os.fork()
@@ -351,8 +362,8 @@ def test_clients_of_other_users_are_told_from_ours(host: str) -> None:
             os.read(stay, 1)
             os._exit(0)
         assert os.read(told, 1)
-        assert foreign_clients({end}) == {NOBODY}
-        assert foreign_clients({of_others}) == set()
+        assert find_foreign_users({end}) == {NOBODY}
+        assert find_foreign_users({of_others}) == set()
         os.close(leave)
         os.waitpid(stranger, 0)
         for descriptor in (told, tell, stay):

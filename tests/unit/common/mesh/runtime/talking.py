@@ -12,10 +12,10 @@ import pytest
 from meshrl.common.api.calls.interface import Call, Cast, Interface, Stream
 from meshrl.common.base.encoding.messages import Array, message
 from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
 from meshrl.common.mesh.runtime.calls.actor import Actor, call, cast, stream
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.ref import Ref
-from meshrl.common.mesh.telemetry.tracing import trace_id
+from meshrl.common.mesh.telemetry.tracing import read_trace_id
 from tests.load import scaled
 
 Q = TypeVar("Q")
@@ -69,7 +69,7 @@ async def cancel(task: asyncio.Future[Any]) -> None:
         await task
 
 
-async def call_until_refused(ref: Ref, method: Call[Q, Any], request: Q) -> None:
+async def call_until_refused(ref: ActorRef, method: Call[Q, Any], request: Q) -> None:
     """Repeat a call until it fails by another error than its deadline.
 
     A deadline may cut off the last of several tries, whose error is then not known.
@@ -142,14 +142,14 @@ class Talker(Actor):
 
     @call(Talk.trace)
     def trace(self, m: Text) -> Text:
-        return Text(trace_id())
+        return Text(read_trace_id())
 
     @call(Talk.relay)
     async def relay(self, m: Text) -> Text:
         assert self.mesh is not None
         if m.text == "trace":
             inner = await self.mesh.ref("inner").call(Talk.trace, m)
-            return Text(f"{trace_id()} {inner.text}")
+            return Text(f"{read_trace_id()} {inner.text}")
         return await self.mesh.ref("inner").call(Talk.sleep, Number(30))
 
     @stream(Talk.numbers)

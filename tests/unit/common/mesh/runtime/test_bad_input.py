@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshrl.common.base.encoding.messages import encode
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.mesh.wire.frames import (
     CALL,
     CANCEL,
@@ -85,7 +85,7 @@ class RawPeer:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         curve(self._socket, keys_of("test"), mesh.transport.address)
-        self._socket.connect(endpoint_of(mesh.transport.address))
+        self._socket.connect(parse_endpoint(mesh.transport.address))
 
     def send(self, frames: list[bytes]) -> None:
         self._socket.send_multipart([begun(frames[0]), *frames[1:]])
@@ -209,6 +209,6 @@ async def test_a_call_that_is_cancelled_before_it_starts_leaves_nothing(join: Jo
         peer.send([pack_header(CANCEL, call_id, "a", "", "stranger", mesh.incarnation), b"\xc0"])
     peer.send([_echo(mesh, 500), encode(Text(""))[0]])
     await peer.answer()
-    await until(lambda: mesh.serving == 0)
+    await until(lambda: mesh.running_calls == 0)
     assert actor.sleeping == 0
     peer.close()

@@ -20,7 +20,7 @@ from meshrl.common.base.errors import (
     UnknownMethod,
 )
 from meshrl.common.mesh.runtime.calls.actor import call
-from meshrl.common.mesh.runtime.calls.calling import CREDITS
+from meshrl.common.mesh.runtime.calls.caller import CREDITS_PER_PEER
 from meshrl.common.state import registry
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Block, Join, Number, Talk, Talker, Text, until
@@ -128,12 +128,14 @@ async def test_more_calls_than_credits_wait_and_are_all_answered(join: Join) -> 
     actor = Talker()
     await join("a", actor)
     ref = (await join("b")).ref("a")
-    calls = [asyncio.create_task(ref.call(Talk.sleep, Number(600))) for _ in range(CREDITS + 50)]
-    await until(lambda: actor.sleeping == CREDITS)
+    calls = [
+        asyncio.create_task(ref.call(Talk.sleep, Number(600))) for _ in range(CREDITS_PER_PEER + 50)
+    ]
+    await until(lambda: actor.sleeping == CREDITS_PER_PEER)
     await asyncio.sleep(0.05)
     actor.awake.set()
     assert {reply.text for reply in await asyncio.gather(*calls)} == {"slept"}
-    assert actor.most_sleeping == CREDITS
+    assert actor.most_sleeping == CREDITS_PER_PEER
 
 
 async def test_requests_wait_while_an_actor_starts(join: Join) -> None:
@@ -156,7 +158,7 @@ async def test_a_request_that_was_cancelled_while_an_actor_starts_never_runs(joi
     behind = asyncio.create_task(ref.call(Talk.echo, Text("")))
     assert actor.mesh is not None
     server = actor.mesh._server
-    await until(lambda: [header[4] for _, header, *_ in server._early] == ["echo"])
+    await until(lambda: [header[4] for _, header, *_ in server._early_requests] == ["echo"])
     may_start.set()
     await asyncio.gather(starting, behind)
     assert await ref.call(Talk.count, Number(2)) == Number(1)

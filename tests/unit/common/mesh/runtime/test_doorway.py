@@ -17,24 +17,29 @@ from meshrl.common.base.errors import ConfigError, HandshakeFailed, NotAllowed, 
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
-from meshrl.common.mesh.runtime.doorway import AGAIN_S, Doorway
+from meshrl.common.mesh.runtime.calls.caller import WRONG_KEYS_AFTER_S
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.telemetry.endpoint import MetricsEndpoint, health
-from meshrl.common.mesh.transport.address import endpoint_of, key_of, key_text, keyed
+from meshrl.common.mesh.runtime.process_credentials import REREGISTER_S, ProcessCredentials
+from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint, make_health_page
+from meshrl.common.mesh.transport.address import (
+    format_address,
+    format_key,
+    parse_endpoint,
+    parse_key,
+)
 from meshrl.common.mesh.transport.keys import KeyPair, ProcessKeys
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.common.state.hosts import doors
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.keys import MESH
-from meshrl.common.state.registry import Entry
-from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.state.hosts import credentials
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from meshrl.sim.redis.client import SimulatedSyncRedis
-from meshrl.sim.redis.server import RedisServer
-from meshrl.sim.redis.state import state_on
+from meshrl.sim.redis.client import SimulatedSyncRedisClient
+from meshrl.sim.redis.server import SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_state_on
 from tests.contract.state.state_bench import HandClock
 from tests.load import scaled
 from tests.meshes import PATIENT
@@ -63,22 +68,24 @@ def clock() -> SystemClock:
 
 
 @pytest.fixture
-def server(clock: SystemClock) -> RedisServer:
-    return RedisServer(clock)
+def server(clock: SystemClock) -> SimulatedRedisServer:
+    return SimulatedRedisServer(clock)
 
 
 @pytest.fixture
-async def state(server: RedisServer, clock: SystemClock) -> AsyncIterator[State]:
+async def state(server: SimulatedRedisServer, clock: SystemClock) -> AsyncIterator[StateClient]:
     """The owner's."""
-    found = state_on(server, State, clock)
+    found = open_state_on(server, StateClient, clock)
     for host in (HEAD, JOINED):
-        await doors.admit_host(found, host)
+        await credentials.admit_host(found, host)
     yield found
     await found.close()
 
 
 @pytest.fixture
-async def joined(state: State, server: RedisServer, clock: SystemClock) -> AsyncIterator[Joined]:
+async def joined(
+    state: StateClient, server: SimulatedRedisServer, clock: SystemClock
+) -> AsyncIterator[Joined]:
     """`await joined(name, host=HEAD, role=..., actor=None)` -> a mesh where a rollout may call
     `Talk.echo`; what it lost its lease for is in `lost`.
     """
@@ -90,22 +97,24 @@ async def joined(state: State, server: RedisServer, clock: SystemClock) -> Async
     ) -> Mesh:
         role = role or name.partition("/")[0]
         about.setdefault("on_lost", ended.append)  # in place of the end of this very process
-        client = SimulatedSyncRedis(server)
-        doorway = await Doorway.enter(name, role, host, state, client, clock)
+        client = SimulatedSyncRedisClient(server)
+        doorway = await ProcessCredentials.register(name, role, host, state, client, clock)
         mesh = Mesh(
             name,
             role,
-            Seams(
-                state=state_on(server, State, clock),
+            MeshDependencies(
+                state=open_state_on(server, StateClient, clock),
                 transport=ZmqTransport(keys=doorway.keys),
                 clock=clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=SystemHost(),
                 owns_state=True,
             ),
             settings=MeshSettings(redis_url="", run_root="", host=host),
-            terms=Terms(renew_s=0.2, **PATIENT | about),
-            access=Access(callers=dict.fromkeys(MAY, frozenset({"rollout"})), doorway=doorway),
+            terms=LeaseTerms(renew_interval_s=0.2, **PATIENT | about),
+            access=AccessRules(
+                callers=dict.fromkeys(MAY, frozenset({"rollout"})), credentials=doorway
+            ),
         )
         meshes.append(mesh)
         await mesh.join(actor)
@@ -127,28 +136,30 @@ async def test_processes_of_two_hosts_call_each_other_by_their_roles(joined: Joi
         await call_until_refused(trainer.ref("engine/g0.0"), Talk.echo, HELLO)
 
 
-async def test_who_has_left_stands_at_no_door(joined: Joined, state: State) -> None:
+async def test_who_has_left_stands_at_no_door(joined: Joined, state: StateClient) -> None:
     mesh = await joined("rollout/job/0", JOINED)
-    [row] = await doors.rows(state)
+    [row] = await credentials.list_credentials(state)
     assert (row.name, row.role, row.host) == ("rollout/job/0", "rollout", JOINED)
-    assert row.public == key_text(key_of(mesh.transport.address))
+    assert row.public == format_key(parse_key(mesh.transport.address))
     await mesh.leave()
-    assert await doors.rows(state) == []
+    assert await credentials.list_credentials(state) == []
 
 
-async def test_a_process_of_an_expelled_host_does_not_start(joined: Joined, state: State) -> None:
-    await doors.revoke_host(state, JOINED)
+async def test_a_process_of_an_expelled_host_does_not_start(
+    joined: Joined, state: StateClient
+) -> None:
+    await credentials.revoke_host(state, JOINED)
     with pytest.raises(Refused, match=rf"engine/g0\.0 is not let in.*{JOINED}.*meshrl hosts"):
         await joined("engine/g0.0", JOINED)
 
 
 async def test_a_host_cannot_pass_for_a_service_that_it_has_no_key_for(
-    joined: Joined, state: State
+    joined: Joined, state: StateClient
 ) -> None:
     """It may write what it likes into the registry, and its key is let in, as another role's."""
     liar = Talker()
     engine = await joined("engine/g0.0", JOINED, actor=liar)
-    entry = registry.Entry("weights", "weights", engine.transport.address, host=HEAD)
+    entry = registry.RegistryEntry("weights", "weights", engine.transport.address, host=HEAD)
     entry.incarnation = engine.incarnation
     await registry.register(state, entry, 600_000)
     rollout = await joined("rollout/job/0")
@@ -156,7 +167,7 @@ async def test_a_host_cannot_pass_for_a_service_that_it_has_no_key_for(
         await call_until_refused(rollout.ref("weights"), Talk.echo, HELLO)
     said = str(refused.value)
     assert f"one of engine@{JOINED}, not of weights@{HEAD}" in said and "meshrl keys" in said
-    assert endpoint_of(engine.transport.address) in said
+    assert parse_endpoint(engine.transport.address) in said
     entry.name, entry.host, entry.incarnation = f"node/{HEAD}", JOINED, "another"
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=f"not of node@{JOINED}"):
@@ -164,10 +175,10 @@ async def test_a_host_cannot_pass_for_a_service_that_it_has_no_key_for(
 
 
 async def test_an_agent_of_one_host_cannot_pass_for_that_of_another(
-    joined: Joined, state: State
+    joined: Joined, state: StateClient
 ) -> None:
     agent = await joined(f"node/{JOINED}", JOINED, actor=Talker())
-    entry = registry.Entry(f"node/{HEAD}", "node", agent.transport.address, host=JOINED)
+    entry = registry.RegistryEntry(f"node/{HEAD}", "node", agent.transport.address, host=JOINED)
     entry.incarnation = agent.incarnation
     await registry.register(state, entry, 600_000)
     rollout = await joined("rollout/job/0")
@@ -176,25 +187,29 @@ async def test_an_agent_of_one_host_cannot_pass_for_that_of_another(
 
 
 async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
-    joined: Joined, state: State
+    joined: Joined, state: StateClient
 ) -> None:
     """As early as it likes: before anybody has asked whose these keys are, and before their
     owners show them.
     """
     engine = await joined("engine/g0.0", actor=Talker())
     rollout = await joined("rollout/job/0")
-    assert engine.doorway is not None and rollout.doorway is not None
+    assert engine.credentials is not None and rollout.credentials is not None
     for mesh in (engine, rollout):
-        assert mesh.doorway is not None
-        row = mesh.doorway.row
-        theirs = f"{MESH}:door:{row.role}:{HEAD}"
-        await state.command("HDEL", theirs, row.public)
-        await state.command("HSET", f"{MESH}:door:worker:{JOINED}", row.public, "0 worker/w0")
-        assert mesh.doorway.keys.ask_again(row.public) == (f"worker@{JOINED}",)
-    assert rollout.doorway.keys.holders_of(engine.doorway.row.public) == (f"worker@{JOINED}",)
+        assert mesh.credentials is not None
+        row = mesh.credentials.row
+        theirs = f"{MESH_PREFIX}:door:{row.role}:{HEAD}"
+        await state.run_command("HDEL", theirs, row.public)
+        await state.run_command(
+            "HSET", f"{MESH_PREFIX}:door:worker:{JOINED}", row.public, "0 worker/w0"
+        )
+        assert mesh.credentials.keys.refresh_key(row.public) == (f"worker@{JOINED}",)
+    assert rollout.credentials.keys.find_holders(engine.credentials.row.public) == (
+        f"worker@{JOINED}",
+    )
     for mesh in (engine, rollout):
-        assert mesh.doorway is not None
-        await doors.enter(state, mesh.doorway.row)
+        assert mesh.credentials is not None
+        await credentials.register_key(state, mesh.credentials.row)
     assert (
         await rollout.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(SOON_S)) == HELLO
     )
@@ -202,52 +217,58 @@ async def test_a_host_that_shows_the_keys_of_others_keeps_nobody_from_anybody(
 
 @pytest.mark.parametrize("wrong", ["a key of nobody", "no key", "the port of another"])
 async def test_wrong_keys_are_said_within_seconds_by_who_asks(
-    joined: Joined, state: State, wrong: str
+    joined: Joined, state: StateClient, wrong: str
 ) -> None:
     mesh = await joined("engine/g0.0", actor=Talker())
     rollout = await joined("rollout/job/0")
-    endpoint, stranger = endpoint_of(mesh.transport.address), KeyPair.new().public
+    endpoint, stranger = parse_endpoint(mesh.transport.address), KeyPair.generate().public
     expected = {
-        "a key of nobody": (keyed(endpoint, stranger), r"is nobody's who is let in"),
+        "a key of nobody": (format_address(endpoint, stranger), r"is nobody's who is let in"),
         "no key": (endpoint, r"names no key"),
         "the port of another": (
-            keyed(endpoint, key_of(rollout.transport.address)),
+            format_address(endpoint, parse_key(rollout.transport.address)),
             r"is one of rollout@|has not proved the key",
         ),
     }
     address, said = expected[wrong]
-    entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
+    entry = registry.RegistryEntry(
+        "engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16
+    )
     await registry.register(state, entry, 600_000)
     with pytest.raises(HandshakeFailed, match=said) as early:
         await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
     assert not isinstance(early.value, WrongKeys), "its lease may just not have run out"
     assert endpoint in str(early.value) and "`meshrl keys`" in str(early.value)
-    assert rollout.doorway is not None
-    rollout.doorway._wrong_since["x" * 16] -= REFUSED_S
+    assert rollout.credentials is not None
+    rollout.credentials._wrong_key_since["x" * 16] -= WRONG_KEYS_AFTER_S
     with pytest.raises(WrongKeys, match=said):
         await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
 
 
 async def test_a_listener_without_the_key_that_the_registry_has_is_told_nothing(
-    joined: Joined, state: State
+    joined: Joined, state: StateClient
 ) -> None:
     """Another process has the port of one that is gone, whose key still stands at its door."""
     engine = await joined("engine/g0.0", actor=Talker())
     rollout = await joined("rollout/job/0")
-    gone = KeyPair.new().public
-    await doors.enter(state, doors.Row("engine", HEAD, key_text(gone), "engine/g1.0"))
-    address = keyed(endpoint_of(engine.transport.address), gone)
-    entry = registry.Entry("engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16)
+    gone = KeyPair.generate().public
+    await credentials.register_key(
+        state, credentials.Credential("engine", HEAD, format_key(gone), "engine/g1.0")
+    )
+    address = format_address(parse_endpoint(engine.transport.address), gone)
+    entry = registry.RegistryEntry(
+        "engine/g1.0", "engine", address, host=HEAD, incarnation="x" * 16
+    )
     await registry.register(state, entry, 600_000)
-    with pytest.raises(HandshakeFailed, match=f"has not proved the key {key_text(gone)[:8]}"):
+    with pytest.raises(HandshakeFailed, match=f"has not proved the key {format_key(gone)[:8]}"):
         await call_until_refused(rollout.ref("engine/g1.0"), Talk.echo, HELLO)
-    rollout._caller._refused_since["x" * 16] -= REFUSED_S
+    rollout._caller._rejected_since["x" * 16] -= WRONG_KEYS_AFTER_S
     with pytest.raises(WrongKeys):
         await rollout.ref("engine/g1.0").call(Talk.echo, HELLO, deadline_s=600.0)
 
 
 async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
-    joined: Joined, state: State
+    joined: Joined, state: StateClient
 ) -> None:
     """By every process that renews its lease, and its own process ends."""
     lost: list[str] = []
@@ -256,8 +277,8 @@ async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
     good = await joined("rollout/job/1", JOINED)
     assert await mesh.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
     assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
-    assert mesh.doorway is not None
-    await doors.revoke_key(state, mesh.doorway.row.public)
+    assert mesh.credentials is not None
+    await credentials.revoke_key(state, mesh.credentials.row.public)
 
     with pytest.raises((NotAllowed, HandshakeFailed)):
         await call_until_refused(mesh.ref("engine/g0.0"), Talk.echo, HELLO)
@@ -267,7 +288,7 @@ async def test_a_revoked_key_is_refused_on_a_connection_that_is_open(
     assert await good.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
 
 
-async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State) -> None:
+async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: StateClient) -> None:
     """A call that would have been answered, and a stream that would have gone on."""
     lost: list[str] = []
     talker = Talker()
@@ -277,8 +298,8 @@ async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State
     numbers = mesh.ref("engine/g0.0").stream(Talk.numbers, Number(1 << 30))
     await anext(numbers)
     await until(lambda: talker.sleeping, SOON_S)
-    assert mesh.doorway is not None
-    await doors.revoke_key(state, mesh.doorway.row.public)
+    assert mesh.credentials is not None
+    await credentials.revoke_key(state, mesh.credentials.row.public)
     await asyncio.wait_for(talker.closed.wait(), scaled(SOON_S))
     await asyncio.wait_for(talker.cancelled.wait(), scaled(SOON_S))
     assert not talker.sleeping
@@ -287,14 +308,16 @@ async def test_what_runs_for_a_revoked_process_ends(joined: Joined, state: State
     await numbers.aclose()
 
 
-async def test_nobody_of_an_expelled_host_is_called_any_more(joined: Joined, state: State) -> None:
+async def test_nobody_of_an_expelled_host_is_called_any_more(
+    joined: Joined, state: StateClient
+) -> None:
     """Also over a connection that is open, to a process that goes on all the same."""
     lost: list[str] = []
     talker = Talker()
     await joined("engine/g0.0", JOINED, actor=talker, on_lost=lost.append)
     rollout = await joined("rollout/job/0")
     await rollout.ref("engine/g0.0").call(Talk.echo, HELLO)
-    await doors.revoke_host(state, JOINED)
+    await credentials.revoke_host(state, JOINED)
     await until(lambda: lost and "expelled" in lost[0], SOON_S)
 
     with pytest.raises(HandshakeFailed, match="nobody's who is let in"):
@@ -304,46 +327,49 @@ async def test_nobody_of_an_expelled_host_is_called_any_more(joined: Joined, sta
 async def test_a_process_without_a_lease_keeps_its_key_at_its_door() -> None:
     """As a command that follows a log for hours does, and asks nobody for a name."""
     time = HandClock()
-    server, clock = RedisServer(time), cast(Clock, time)
-    state = state_on(server, State, time)
-    await doors.admit_host(state, HEAD)
+    server, clock = SimulatedRedisServer(time), cast(Clock, time)
+    state = open_state_on(server, StateClient, time)
+    await credentials.admit_host(state, HEAD)
 
-    async def entered(name: str) -> Doorway:
-        client = SimulatedSyncRedis(server)
-        return await Doorway.enter(name, "person", HEAD, state, client, clock)
+    async def entered(name: str) -> ProcessCredentials:
+        client = SimulatedSyncRedisClient(server)
+        return await ProcessCredentials.register(name, "person", HEAD, state, client, clock)
 
     staying, gone = await entered("person/1"), await entered("person/2")
     began = time.now
     while time.now < began + GONE_S:
-        time.now += AGAIN_S / 2
-        await staying.keep()
+        time.now += REREGISTER_S / 2
+        await staying.refresh()
     await entered("person/3")
-    assert {row.name for row in await doors.rows(state)} == {"person/1", "person/3"}
-    await doors.revoke_key(state, staying.row.public)
-    time.now += 2 * AGAIN_S
+    assert {row.name for row in await credentials.list_credentials(state)} == {
+        "person/1",
+        "person/3",
+    }
+    await credentials.revoke_key(state, staying.row.public)
+    time.now += 2 * REREGISTER_S
     with pytest.raises(Refused, match="was revoked"):
-        await staying.keep()
-    assert gone.row.public not in {row.public for row in await doors.rows(state)}
+        await staying.refresh()
+    assert gone.row.public not in {row.public for row in await credentials.list_credentials(state)}
 
 
 async def test_while_redis_is_silent_a_stranger_waits_and_the_known_go_on(
-    joined: Joined, server: RedisServer
+    joined: Joined, server: SimulatedRedisServer
 ) -> None:
     engine = await joined("engine/g0.0", actor=Talker())
     known, other = await joined("rollout/job/0"), await joined("rollout/job/1")
     await known.ref("engine/g0.0").call(Talk.echo, HELLO)
-    assert engine.doorway is not None and other.doorway is not None
+    assert engine.credentials is not None and other.credentials is not None
     await other._directory.find("engine/g0.0", other.clock.monotonic() + scaled(SOON_S))
-    server.faults.away = True
+    server.faults.is_unreachable = True
     waiting = asyncio.create_task(
         other.ref("engine/g0.0").call(Talk.echo, HELLO, deadline_s=scaled(60.0))
     )
-    await until(lambda: engine.transport.refused.get("undecided"), SOON_S)
+    await until(lambda: engine.transport.rejected_connections.get("undecided"), SOON_S)
     assert await known.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO
-    known.transport.forget(engine.transport.address)
+    known.transport.disconnect(engine.transport.address)
     assert await known.ref("engine/g0.0").call(Talk.echo, HELLO) == HELLO, "its key is known"
     assert not waiting.done()
-    server.faults.away = False
+    server.faults.is_unreachable = False
     assert await waiting == HELLO
 
 
@@ -381,7 +407,7 @@ async def test_a_host_of_ipv6_stands_in_brackets() -> None:
 
     def keys() -> ProcessKeys:
         made = ProcessKeys(lambda asked: [whose.get(key, ()) for key in asked], lambda: 0.0)
-        whose[made.public] = ("engine@here",)
+        whose[made.public_key_text] = ("engine@here",)
         return made
 
     try:
@@ -396,8 +422,8 @@ async def test_a_host_of_ipv6_stands_in_brackets() -> None:
         lambda *_: None,
     )
     asking.start(lambda *_: None, lambda *_: None, lambda *_: None)
-    assert endpoint_of(answering.address).startswith("tcp://[::1]:")
-    assert len(key_of(answering.address)) == 40
+    assert parse_endpoint(answering.address).startswith("tcp://[::1]:")
+    assert len(parse_key(answering.address)) == 40
     asking.send(answering.address, [b"header", b"body"])
     async with asyncio.timeout(scaled(SOON_S)):
         assert await heard.get() == ([b"header", b"body"], "engine")
@@ -409,17 +435,20 @@ async def test_bulk_bytes_and_metrics_go_over_ipv6_too(join: Join, tmp_path: Pat
     settings = MeshSettings("memory://", "", host="", secret="5e" * 32)
     try:
         server = BulkServer(
-            ChunkStore(tmp_path), SystemHost(), "tcp://[::1]:*", door=InterpreterDoor()
+            ChunkStore(tmp_path),
+            SystemHost(),
+            "tcp://[::1]:*",
+            authenticator=InProcessAuthenticator(),
         )
     except ConfigError:
         pytest.skip("this host has no IPv6")
     assert server.address.startswith("tcp://[::1]:")
     client = BulkClient(await join("client", settings=settings))
-    entry = Entry("store", "test", bulk=server.address, host="another")
-    digest = await client.put(entry, b"chunk")
-    assert await client.get(entry, digest) == b"chunk"
+    entry = RegistryEntry("store", "test", bulk=server.address, host="another")
+    digest = await client.put_chunk(entry, b"chunk")
+    assert await client.fetch_chunk(entry, digest) == b"chunk"
     server.close()
-    metrics = MetricsEndpoint("[::1]:*", "", SystemHost(), {"/livez": health(lambda: "")})
+    metrics = MetricsEndpoint("[::1]:*", "", SystemHost(), {"/livez": make_health_page(lambda: "")})
     place = urlsplit(metrics.address)
     assert place.hostname == "::1"
     reader, writer = await asyncio.open_connection("::1", place.port)

@@ -22,13 +22,13 @@ from meshrl.common.base.errors import ConfigError, PeerLost, Refused, StateUnava
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import Stoppable, SystemHost
 from meshrl.common.mesh.runtime.calls.actor import call
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.mesh.runtime.seams import Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.redis.embedded import command
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import prepare_server
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, SECRET, begun, keys_of
 from tests.unit.common.mesh.runtime.talking import (
@@ -71,13 +71,13 @@ class Troubled(Talker):
         await self.trouble.at("actor")
 
 
-class TroubledState(State):
+class TroubledState(StateClient):
     def __init__(self, *arguments: Any, trouble: Trouble) -> None:
         super().__init__(*arguments)
         self.trouble = trouble
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
-        answer = await super().run(script, keys, *args)
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
+        answer = await super().run_script(script, keys, *args)
         await self.trouble.at({"vacate": "lease", "register": "take"}.get(script, script))
         return answer
 
@@ -103,8 +103,10 @@ class CountingHost(SystemHost):
         super().__init__()
         self.running: dict[str, Stoppable] = {}
 
-    def every(self, interval_s: float, fn: Callable[[], bool | None], name: str) -> Stoppable:
-        thread, running = super().every(interval_s, fn, name), self.running
+    def run_periodically(
+        self, interval_s: float, fn: Callable[[], bool | None], name: str
+    ) -> Stoppable:
+        thread, running = super().run_periodically(interval_s, fn, name), self.running
 
         class Counted:
             def stop(self) -> None:
@@ -120,23 +122,23 @@ class Scene:
 
     def __init__(self) -> None:
         self.trouble, self.clock, self.host = Trouble(), SystemClock(), CountingHost()
-        self.whole = simulated_state(self.clock)
-        whole = (self.whole.url, self.whole.client, self.whole._sync, self.clock.monotonic)
+        self.whole = open_simulated_state(self.clock)
+        whole = (self.whole.url, self.whole.client, self.whole._sync_client, self.clock.monotonic)
         self.transport = TroubledTransport(self.trouble)
         self.mesh = Mesh(
             "a",
             "test",
-            Seams(
+            MeshDependencies(
                 state=TroubledState(*whole, trouble=self.trouble),
                 transport=self.transport,
                 clock=self.clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=self.host,
                 owns_state=True,
             ),
-            terms=Terms(**PATIENT),
+            terms=LeaseTerms(**PATIENT),
         )
-        self.mesh.show_metrics("127.0.0.1:*")
+        self.mesh.serve_metrics("127.0.0.1:*")
         self.actor = Troubled(self.trouble)
 
     async def all_is_closed(self) -> None:
@@ -208,7 +210,7 @@ async def test_leaving_that_is_cancelled_while_calls_end_leaves_nothing_open() -
 
     await scene.mesh.join(Stubborn(scene.trouble))
     asking = asyncio.create_task(scene.mesh.ref("a").call(Talk.sleep, Number(9)))
-    await until(lambda: scene.mesh.serving)
+    await until(lambda: scene.mesh.running_calls)
     leaving = asyncio.create_task(scene.mesh.leave())
     await asyncio.sleep(0.05)
     assert scene.trouble.reached[-1] not in STEPS
@@ -257,7 +259,7 @@ async def test_joining_that_is_cancelled_closes_what_it_opened(step: str) -> Non
 
 
 async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_path: Path) -> None:
-    server, host = command(tmp_path), SystemHost()
+    server, host = prepare_server(tmp_path), SystemHost()
     redis = host.spawn(server.argv, name="redis", log=tmp_path / "redis.log")
     watching = await eventually_open(server.url)
     taken, kept = socket.create_server(("127.0.0.1", 0)), []
@@ -269,7 +271,7 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
             await Mesh.open("a", "engine", settings)
         kept.append(why)  # what the error's frames hold is not closed by being collected
     async with asyncio.timeout(scaled(20.0)):
-        while len((await watching.command("CLIENT", "LIST")).splitlines()) > 1:
+        while len((await watching.run_command("CLIENT", "LIST")).splitlines()) > 1:
             await asyncio.sleep(0.02)
     await watching.close()
     taken.close()
@@ -277,30 +279,30 @@ async def test_a_process_that_cannot_open_its_mesh_closes_its_connections(tmp_pa
     assert await redis.wait(scaled(5.0)) is not None
 
 
-async def eventually_open(url: str) -> State:
+async def eventually_open(url: str) -> StateClient:
     async with asyncio.timeout(scaled(20.0)):
         while True:
             try:
-                return await State.open(url, connect_s=1)
+                return await StateClient.open(url, connect_timeout_s=1)
             except StateUnavailable:
                 await asyncio.sleep(0.02)
 
 
 @pytest.fixture
-def echo() -> Iterator[tuple[subprocess.Popen[str], registry.Entry]]:
+def echo() -> Iterator[tuple[subprocess.Popen[str], registry.RegistryEntry]]:
     """A real process that answers Echo, and its registry entry."""
-    argv = [sys.executable, "-m", "loadtests.rpc.echo", KEYS.public]
+    argv = [sys.executable, "-m", "loadtests.rpc.echo", KEYS.public_key_text]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     address, incarnation = process.stdout.readline().split()
-    yield process, registry.Entry("echo", "test", address=address, incarnation=incarnation)
+    yield process, registry.RegistryEntry("echo", "test", address=address, incarnation=incarnation)
     process.kill()
     process.wait()
     process.stdout.close()
 
 
 async def test_calls_to_a_killed_process_fail_at_once(
-    join: Join, echo: tuple[subprocess.Popen[str], registry.Entry]
+    join: Join, echo: tuple[subprocess.Popen[str], registry.RegistryEntry]
 ) -> None:
     process, entry = echo
     mesh = await join("b", kind="loadtest", transport=ZmqTransport(keys=KEYS))
@@ -317,7 +319,7 @@ async def test_calls_to_a_killed_process_fail_at_once(
 
 
 async def test_a_call_to_a_process_that_has_ended_is_a_lost_peer(
-    join: Join, echo: tuple[subprocess.Popen[str], registry.Entry]
+    join: Join, echo: tuple[subprocess.Popen[str], registry.RegistryEntry]
 ) -> None:
     process, entry = echo
     process.kill()
@@ -331,7 +333,7 @@ async def test_a_call_to_a_process_that_has_ended_is_a_lost_peer(
 
 async def test_replies_beyond_the_high_water_mark_are_all_delivered() -> None:
     """The requester does not read for a while; what the ROUTER refuses is parked, in order."""
-    server = ZmqTransport(hwm=2)
+    server = ZmqTransport(high_water_mark=2)
     replies, size = 400, 60_000  # 24 MB: more than the kernel holds
 
     def answer(peer: bytes, frames: list[Frame], role: str) -> None:
@@ -343,16 +345,16 @@ async def test_replies_beyond_the_high_water_mark_are_all_delivered() -> None:
         client.set(zmq.RCVHWM, 2)
         client.connect(server.address)
         client.send(begun(b"", b"all"))
-        await until(lambda: server.parked > 100)
+        await until(lambda: server.parked_count > 100)
         await asyncio.sleep(0.1)
-        assert server.parked > 100
+        assert server.parked_count > 100
         got: list[int] = []
         while len(got) < replies:
             await until(lambda: client.poll(0))
             got.append(int.from_bytes(client.recv_multipart()[0][2:], "little"))
         assert got == list(range(replies))
         client.close(0)
-    assert server.parked == 0
+    assert server.parked_count == 0
     await server.close()
 
 
@@ -375,12 +377,12 @@ async def test_a_requester_that_has_gone_is_reported() -> None:
 
 async def test_a_peer_that_was_silent_has_not_refused_however_late_one_hears_of_that() -> None:
     """All of the handshake goes by while the loop stands still."""
-    client = ZmqTransport(keys=keys_of("engine"), handshake_s=0.3)
+    client = ZmqTransport(keys=keys_of("engine"), handshake_timeout_s=0.3)
     lost: list[tuple[str, bool, bool]] = []
     client.start(lambda *_: None, lambda *all: lost.append(all), lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as still:
         still.settimeout(scaled(20.0))
-        address = f"tcp://127.0.0.1:{still.getsockname()[1]}#{KEYS.public}"
+        address = f"tcp://127.0.0.1:{still.getsockname()[1]}#{KEYS.public_key_text}"
         client.send(address, (b"", b""))
         accepted, _ = still.accept()
         with accepted:

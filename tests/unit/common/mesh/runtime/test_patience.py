@@ -23,17 +23,17 @@ from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.mesh.runtime.calls.batcher import Batcher
 from meshrl.common.mesh.runtime.calls.waits import WaitTable
-from meshrl.common.mesh.runtime.patience import (
-    HOPELESS_S,
-    OUTAGE_S,
-    PEER_S,
-    WAITS,
-    Patience,
-    patiently,
-    waited_for,
+from meshrl.common.mesh.runtime.retry_policy import (
+    CURRENT_WAITS,
+    OUTAGE_LIMIT_S,
+    PEER_LIMIT_S,
+    PERMANENT_ERROR_LIMIT_S,
+    RetryPolicy,
+    describe_wait,
+    retry,
 )
-from meshrl.common.mesh.runtime.serial_executor import STUCK, SerialExecutor
-from meshrl.sim.loop import VirtualClock
+from meshrl.common.mesh.runtime.serial_executor import STUCK_EXIT_STATUS, SerialExecutor
+from meshrl.sim.virtual_loop import VirtualClock
 from tests.load import scaled
 from tests.meshes import alone
 from tests.simulated_host import virtual
@@ -42,7 +42,7 @@ from tests.unit.common.mesh.runtime.talking import cancel
 SOON_S = 30.0  # for a thread of a busy machine to get its turn
 
 
-async def gave_up(clock: Clock, *errors: MeshError, for_s: float = OUTAGE_S) -> float:
+async def gave_up(clock: Clock, *errors: MeshError, for_s: float = OUTAGE_LIMIT_S) -> float:
     """After how long an action is given up that fails by these errors in turn, for ever."""
     began, tries = clock.monotonic(), 0
 
@@ -52,7 +52,7 @@ async def gave_up(clock: Clock, *errors: MeshError, for_s: float = OUTAGE_S) -> 
         raise errors[tries % len(errors)]
 
     with pytest.raises(MeshError):
-        await patiently(clock, fails, every_s=5.0, for_s=for_s)
+        await retry(clock, fails, interval_s=5.0, limit_s=for_s)
     return clock.monotonic() - began
 
 
@@ -60,9 +60,9 @@ async def gave_up(clock: Clock, *errors: MeshError, for_s: float = OUTAGE_S) -> 
 async def test_an_outage_is_waited_out_for_longer_than_a_peer(
     clock: VirtualClock, random: Random
 ) -> None:
-    assert await gave_up(clock, StateUnavailable("x")) == pytest.approx(OUTAGE_S, abs=6.0)
-    assert await gave_up(clock, StorageFull("x")) == pytest.approx(OUTAGE_S, abs=6.0)
-    assert await gave_up(clock, PeerLost("x")) == pytest.approx(PEER_S, abs=6.0)
+    assert await gave_up(clock, StateUnavailable("x")) == pytest.approx(OUTAGE_LIMIT_S, abs=6.0)
+    assert await gave_up(clock, StorageFull("x")) == pytest.approx(OUTAGE_LIMIT_S, abs=6.0)
+    assert await gave_up(clock, PeerLost("x")) == pytest.approx(PEER_LIMIT_S, abs=6.0)
     assert await gave_up(clock, PeerLost("x"), for_s=60.0) == pytest.approx(60.0, abs=6.0)
     assert await gave_up(clock, Refused("x")) == 0.0
 
@@ -72,22 +72,22 @@ async def test_a_peer_has_its_time_anew_after_an_outage(
     clock: VirtualClock, random: Random
 ) -> None:
     both = await gave_up(clock, PeerLost("x"), StateUnavailable("x"))
-    assert both == pytest.approx(OUTAGE_S, abs=12.0)
+    assert both == pytest.approx(OUTAGE_LIMIT_S, abs=12.0)
 
 
 @virtual
 async def test_a_loop_that_goes_on_after_errors_ends_by_one_that_does_not_pass(
     clock: VirtualClock, random: Random
 ) -> None:
-    patience = Patience(clock)
+    patience = RetryPolicy(clock)
     for _ in range(100):
-        patience.failed(Refused("x"))
-        await clock.sleep(HOPELESS_S - 1.0)
-        patience.succeeded()
-    patience.failed(Refused("x"))
-    await clock.sleep(HOPELESS_S + 1.0)
+        patience.record_failure(Refused("x"))
+        await clock.sleep(PERMANENT_ERROR_LIMIT_S - 1.0)
+        patience.record_success()
+    patience.record_failure(Refused("x"))
+    await clock.sleep(PERMANENT_ERROR_LIMIT_S + 1.0)
     with pytest.raises(Refused):
-        patience.failed(Refused("x"))
+        patience.record_failure(Refused("x"))
 
 
 @virtual
@@ -95,23 +95,23 @@ async def test_whom_it_waits_for_is_on_record_until_it_succeeds(
     clock: VirtualClock, random: Random
 ) -> None:
     waits = WaitTable(clock)
-    WAITS.set(waits)
+    CURRENT_WAITS.set(waits)
     tries = 0
     seen = []
 
     async def third() -> int:
         nonlocal tries
         tries += 1
-        seen.append([(wait["on"], wait["what"]) for wait in waits.published([])])
+        seen.append([(wait["on"], wait["what"]) for wait in waits.list_longest([])])
         if tries < 3:
             raise StorageFull("no room for a chunk", where="/runs/a")
         return tries
 
-    assert await patiently(clock, third, every_s=1.0) == 3
+    assert await retry(clock, third, interval_s=1.0) == 3
     full = ("disk", "room (at /runs/a): no room for a chunk")
-    assert seen == [[], [full], [full]] and waits.published([]) == []
-    assert waited_for(PeerLost("gone", where="weights"))[1] == "weights"
-    assert waited_for(StateUnavailable("Redis refuses writes: MISCONF"))[1] == "redis"
+    assert seen == [[], [full], [full]] and waits.list_longest([]) == []
+    assert describe_wait(PeerLost("gone", where="weights"))[1] == "weights"
+    assert describe_wait(StateUnavailable("Redis refuses writes: MISCONF"))[1] == "redis"
 
 
 async def test_a_close_sends_nothing_more_and_leaves_no_future_pending() -> None:
@@ -122,8 +122,8 @@ async def test_a_close_sends_nothing_more_and_leaves_no_future_pending() -> None
         await asyncio.sleep(60.0)
         return list(batch)
 
-    batcher: Batcher[int, int] = Batcher(send, limit=2)
-    futures = [batcher.put(number) for number in range(6)]
+    batcher: Batcher[int, int] = Batcher(send, max_batch_size=2)
+    futures = [batcher.submit(number) for number in range(6)]
     await asyncio.sleep(0.01)
     await batcher.close()
     await asyncio.sleep(0.01)
@@ -136,8 +136,8 @@ async def test_a_close_before_a_batch_has_begun_leaves_no_future_pending() -> No
         return list(batch)
 
     batcher: Batcher[int, int] = Batcher(send)
-    future = batcher.put(1)
-    batcher._fire()
+    future = batcher.submit(1)
+    batcher._send_batches()
     await batcher.close()
     assert future.cancelled()
 
@@ -150,8 +150,8 @@ async def test_a_request_whose_future_is_cancelled_is_not_sent() -> None:
         await asyncio.sleep(0.01)
         return list(batch)
 
-    batcher: Batcher[int, int] = Batcher(send, limit=1)
-    futures = [batcher.put(number) for number in range(3)]
+    batcher: Batcher[int, int] = Batcher(send, max_batch_size=1)
+    futures = [batcher.submit(number) for number in range(3)]
     await asyncio.sleep(0)
     futures[1].cancel()
     assert (await futures[0], await futures[2]) == (0, 2)
@@ -225,7 +225,7 @@ async def test_a_piece_that_does_not_end_ends_the_process() -> None:
         stuck, nothing = Piece(), Piece()
         with pytest.raises(DeadlineExceeded):
             await thread.run(stuck, deadline_s=0.05)
-        with pytest.raises(Exited, match=str(STUCK)):
+        with pytest.raises(Exited, match=str(STUCK_EXIT_STATUS)):
             await thread.run(nothing, deadline_s=scaled(SOON_S))
         assert not nothing.begun.is_set()
         stuck.let_go.set()

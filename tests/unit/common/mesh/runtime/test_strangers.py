@@ -17,16 +17,16 @@ from meshrl.common.base.encoding.messages import encode
 from meshrl.common.base.errors import ConfigError, HandshakeFailed, MeshError, NotAllowed
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.calls.calling import REFUSED_S
-from meshrl.common.mesh.runtime.calls.serving import MAX_OF_ONE
+from meshrl.common.mesh.runtime.calls.caller import WRONG_KEYS_AFTER_S
+from meshrl.common.mesh.runtime.calls.server import MAX_RUNNING_PER_PEER
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh, MeshSettings
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.transport.address import endpoint_of
+from meshrl.common.mesh.transport.address import parse_endpoint
 from meshrl.common.mesh.transport.keys import KeyPair, ProcessKeys
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.mesh.wire.frames import CALL, pack_header, unpack_error
 from meshrl.common.state import registry
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.load import scaled
 from tests.meshes import PATIENT, begun, curve, keys_of
 from tests.unit.common.mesh.runtime.talking import (
@@ -54,7 +54,7 @@ async def guarded() -> AsyncIterator[Guarded]:
     """
     clock = SystemClock()
     state, callers = (
-        simulated_state(clock),
+        open_simulated_state(clock),
         {method.label: frozenset({"rollout"}) for method in (Talk.echo, Talk.sleep)},
     )
     meshes: list[Mesh] = []
@@ -63,15 +63,15 @@ async def guarded() -> AsyncIterator[Guarded]:
         mesh = Mesh(
             name,
             role,
-            Seams(
+            MeshDependencies(
                 state=state,
                 transport=ZmqTransport(keys=keys_of(role)),
                 clock=clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=SystemHost(),
             ),
-            terms=Terms(**PATIENT),
-            access=Access(callers=callers),
+            terms=LeaseTerms(**PATIENT),
+            access=AccessRules(callers=callers),
         )
         meshes.append(mesh)
         await mesh.join(actor)
@@ -93,7 +93,7 @@ class Caller:
             self._socket.set(zmq.ROUTING_ID, identity)
         if keys is not None:
             curve(self._socket, keys, address)
-        self._socket.connect(endpoint_of(address))
+        self._socket.connect(parse_endpoint(address))
 
     def __enter__(self) -> Caller:
         return self
@@ -122,8 +122,8 @@ class Caller:
 class WrongServer(ProcessKeys):
     """Keys that take every server for another one."""
 
-    def asked(self, address: str) -> bytes:
-        return KeyPair.new().public
+    def find_expected_key(self, address: str) -> bytes:
+        return KeyPair.generate().public
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ async def test_a_stranger_is_not_answered(
     friend = (await guarded("b", "rollout", None)).ref("a")
     with Caller(mesh.transport.address, keys) as stranger:
         stranger.send("a", "echo", mesh.incarnation)
-        await until(lambda: mesh.transport.refused.get(why), SOON_S)
+        await until(lambda: mesh.transport.rejected_connections.get(why), SOON_S)
         assert await friend.call(Talk.echo, Text("friend")) == Text("friend")
         assert not stranger.answered
     await until(lambda: f"refused_{why}" in mesh.telemetry.counters, SOON_S)
@@ -164,7 +164,7 @@ async def test_a_call_to_a_process_with_other_keys_says_so(
     other = ZmqTransport(keys=keys)
     heard: list[object] = []
     other.start(lambda *all: heard.append(all), lambda *_: None, lambda *_: None)
-    entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
+    entry = registry.RegistryEntry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(HandshakeFailed, match=why):
         await call_until_refused(caller, Talk.echo, Text("secret"))
@@ -177,12 +177,12 @@ async def test_after_a_while_it_is_no_restart_that_explains_other_keys(guarded: 
     caller = mesh.ref("a")
     other = ZmqTransport(keys=keys_of("engine", OTHER))
     other.start(lambda *_: None, lambda *_: None, lambda *_: None)
-    entry = registry.Entry("a", "engine", address=other.address, incarnation="x" * 16)
+    entry = registry.RegistryEntry("a", "engine", address=other.address, incarnation="x" * 16)
     await registry.register(mesh.state, entry, 60_000)
     with pytest.raises(HandshakeFailed) as first:
         await call_until_refused(caller, Talk.echo, Text(""))
     assert first.value.retryable
-    mesh._caller._refused_since[entry.incarnation] -= REFUSED_S
+    mesh._caller._rejected_since[entry.incarnation] -= WRONG_KEYS_AFTER_S
     with pytest.raises(HandshakeFailed) as later:
         await caller.call(Talk.echo, Text(""), deadline_s=3600.0)  # it does not go on until then
     assert not later.value.retryable
@@ -193,12 +193,12 @@ async def test_who_does_not_answer_at_all_has_refused_nothing(guarded: Guarded) 
     """It stands still, and may go on: that is no matter of keys, however long it takes."""
     mesh = await guarded("b", "rollout", None)
     assert isinstance(mesh.transport, ZmqTransport)
-    mesh.transport._handshake_s = 0.5
+    mesh.transport._handshake_timeout_s = 0.5
     with socket.create_server(("127.0.0.1", 0)) as still:
-        place = keys_of("engine").published(f"tcp://127.0.0.1:{still.getsockname()[1]}")
-        entry = registry.Entry("a", "engine", address=place, incarnation="x" * 16)
+        place = keys_of("engine").make_address(f"tcp://127.0.0.1:{still.getsockname()[1]}")
+        entry = registry.RegistryEntry("a", "engine", address=place, incarnation="x" * 16)
         await registry.register(mesh.state, entry, 60_000)
-        mesh._caller._refused_since[entry.incarnation] = -REFUSED_S
+        mesh._caller._rejected_since[entry.incarnation] = -WRONG_KEYS_AFTER_S
         with pytest.raises(MeshError) as heard:
             await mesh.ref("a").call(Talk.echo, Text(""), deadline_s=3.0)
         assert heard.value.retryable and not isinstance(heard.value, HandshakeFailed)
@@ -210,8 +210,10 @@ async def test_who_squats_a_port_learns_nothing(guarded: Guarded) -> None:
     with socket.create_server(("127.0.0.1", 0)) as squatter:
         squatter.settimeout(scaled(SOON_S))
         place = f"tcp://127.0.0.1:{squatter.getsockname()[1]}"
-        address = keys_of("engine").published(place)
-        entry = registry.Entry("a", "engine", address=address, incarnation="the one and only")
+        address = keys_of("engine").make_address(place)
+        entry = registry.RegistryEntry(
+            "a", "engine", address=address, incarnation="the one and only"
+        )
         await registry.register(mesh.state, entry, 60_000)
         call = asyncio.create_task(mesh.ref("a").call(Talk.echo, Text("precious")))
         accepted, _ = await asyncio.to_thread(squatter.accept)
@@ -274,23 +276,23 @@ async def test_one_requester_cannot_keep_all_others_out(guarded: Guarded) -> Non
     with Caller(mesh.transport.address, keys_of("rollout")) as greedy:
 
         def flood() -> None:
-            for call_id in range(1, MAX_OF_ONE + 2):
+            for call_id in range(1, MAX_RUNNING_PER_PEER + 2):
                 header = pack_header(CALL, call_id, "a", "sleep", "one", mesh.incarnation, 600_000)
                 greedy.send_raw(begun(header, body))
 
         await asyncio.to_thread(flood)
         assert await greedy.answer() == (
             "overloaded",
-            f"a has {MAX_OF_ONE} calls of this process under way",
+            f"a has {MAX_RUNNING_PER_PEER} calls of this process under way",
         )
-        assert mesh.serving == MAX_OF_ONE
+        assert mesh.running_calls == MAX_RUNNING_PER_PEER
         assert await friend.call(Talk.echo, Text("friend")) == Text("friend")
-        mesh._server._running[next(iter(mesh._server._running))].end(None)
-        await until(lambda: mesh.serving < MAX_OF_ONE, SOON_S)
+        mesh._server._running[next(iter(mesh._server._running))].cancel(None)
+        await until(lambda: mesh.running_calls < MAX_RUNNING_PER_PEER, SOON_S)
         greedy.send_raw(
             begun(pack_header(CALL, 9999, "a", "sleep", "two", mesh.incarnation, 600_000), body)
         )
-        await until(lambda: mesh.serving == MAX_OF_ONE, SOON_S)
+        await until(lambda: mesh.running_calls == MAX_RUNNING_PER_PEER, SOON_S)
 
 
 async def test_a_process_does_not_even_ask_what_it_may_not(guarded: Guarded) -> None:

@@ -12,31 +12,31 @@ import sys
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.mesh import Mesh, run
-from meshrl.common.mesh.runtime.seams import Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
+from meshrl.common.mesh.runtime.mesh import Mesh, run_service
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.sim.redis.state import simulated_state
+from meshrl.sim.redis.simulated_state import open_simulated_state
 
 LONGEST_S = 600.0  # that it lives, should nobody end it
 
 
 async def main() -> None:
     clock = SystemClock()
-    state = simulated_state(clock)
+    state = open_simulated_state(clock)
     mesh = Mesh(
         "monitored/0",
         "monitored",
-        Seams(
+        MeshDependencies(
             state=state,
             transport=ZmqTransport(),
             clock=clock,
-            random=Random.system(),
+            random=Random.from_os_entropy(),
             host=SystemHost(),
         ),
-        terms=Terms(ttl_s=120.0, renew_s=60.0, stall_s=1.0),
+        terms=LeaseTerms(ttl_s=120.0, renew_interval_s=60.0, stall_limit_s=1.0),
     )
-    mesh.show_metrics(sys.argv[1])
+    mesh.serve_metrics(sys.argv[1])
     mesh.ready = False
     mesh.telemetry.count("answers", 3)
     stats = {
@@ -59,4 +59,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_service(main)

@@ -23,29 +23,33 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from meshrl.common.base.errors import ConfigError, Refused
-from meshrl.common.base.host.ports import ports
+from meshrl.common.base.host.listen_addresses import parse_listen_address
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.lease import LOST
+from meshrl.common.mesh.runtime.lease import LEASE_LOST_EXIT_STATUS
 from meshrl.common.mesh.telemetry import stopwatch
-from meshrl.common.mesh.telemetry.endpoint import CLIENTS, MetricsEndpoint, health
-from meshrl.common.mesh.telemetry.stopwatch import UNTIMED, Stopwatch
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.common.mesh.telemetry.metrics_endpoint import (
+    MAX_CLIENTS,
+    MetricsEndpoint,
+    make_health_page,
+)
+from meshrl.common.mesh.telemetry.stopwatch import NULL_STOPWATCH, Stopwatch
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 from meshrl.common.state import registry
-from meshrl.sim.loop import VirtualClock, run_virtual
+from meshrl.sim.virtual_loop import VirtualClock, run_virtual
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join, Talker
 
 PROGRAM = """
 import asyncio, sys, threading
 from meshrl.common.mesh.telemetry.logs import Telemetry, log_to_stderr
-from meshrl.common.mesh.telemetry.tracing import adopt
+from meshrl.common.mesh.telemetry.tracing import adopt_trace
 
 log_to_stderr(*sys.argv[1:])
 log = Telemetry(*sys.argv[1:]).log
 
 async def answers(trace):
-    adopt(trace)
+    adopt_trace(trace)
     await asyncio.sleep(0)
     log.info("answers")
 
@@ -63,11 +67,11 @@ HUNG = """
 import asyncio, sys, time
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.mesh import Mesh, run
-from meshrl.common.mesh.runtime.seams import Seams, Terms
+from meshrl.common.mesh.runtime.mesh import Mesh, run_service
+from meshrl.common.mesh.runtime.dependencies import LeaseTerms, MeshDependencies
 from meshrl.common.base.random import Random
-from meshrl.sim.redis.state import simulated_state
-from meshrl.common.mesh.transport.zmq import ZmqTransport
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
 
 def stand_still(seconds):
     time.sleep(seconds)
@@ -76,15 +80,17 @@ STALL_S = float(sys.argv[1])
 
 async def main():
     clock = SystemClock()
-    seams = Seams(simulated_state(clock), ZmqTransport(), clock, Random.system(), SystemHost())
-    mesh = Mesh("hung", "test", seams, terms=Terms(renew_s=0.1, stall_s=STALL_S))
+    state, random = open_simulated_state(clock), Random.from_os_entropy()
+    dependencies = MeshDependencies(state, ZmqTransport(), clock, random, SystemHost())
+    terms = LeaseTerms(renew_interval_s=0.1, stall_limit_s=STALL_S)
+    mesh = Mesh("hung", "test", dependencies, terms=terms)
     await mesh.join(None)
     with mesh.loading():
         stand_still(1.5 * STALL_S)
     print("loaded", flush=True)
     stand_still(3600)
 
-run(main)
+run_service(main)
 """
 ROOT = Path(__file__).parents[5]
 SOON_S = 30.0  # for an answer, on a busy host
@@ -108,7 +114,7 @@ def test_every_line_says_which_job_its_process_serves_and_the_trace_of_the_call(
 
 
 def parts_of(watch: Stopwatch) -> list[tuple[str, float]]:
-    flat = watch.parts()
+    flat = watch.list_parts()
     return list(zip(flat[::2], flat[1::2], strict=True))  # type: ignore[arg-type]
 
 
@@ -132,7 +138,7 @@ def test_states_follow_each_other_and_fill_the_time(course: list[tuple[str, floa
 def test_what_comes_after_the_last_part_that_is_kept_counts_as_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stopwatch, "MOST", 2)
+    monkeypatch.setattr(stopwatch, "MAX_PARTS", 2)
 
     async def story(clock: VirtualClock, random: Random) -> None:
         watch = Stopwatch(clock, "a")
@@ -146,8 +152,8 @@ def test_what_comes_after_the_last_part_that_is_kept_counts_as_its_own(
 
 
 def test_what_is_not_traced_can_be_told_all_the_same() -> None:
-    UNTIMED.enter("queue")
-    assert not hasattr(UNTIMED, "parts")
+    NULL_STOPWATCH.enter("queue")
+    assert not hasattr(NULL_STOPWATCH, "list_parts")
 
 
 def test_a_hung_loop_dumps_its_stacks_and_exits() -> None:
@@ -155,14 +161,14 @@ def test_a_hung_loop_dumps_its_stacks_and_exits() -> None:
     ended = subprocess.run(
         command, capture_output=True, text=True, timeout=scaled(100), check=False
     )
-    assert ended.returncode == LOST
+    assert ended.returncode == LEASE_LOST_EXIT_STATUS
     assert ended.stdout == "loaded\n"
     assert "the event loop has not run for" in ended.stderr
     assert "in stand_still" in ended.stderr
 
 
 async def test_ready_is_published_without_waiting_for_the_renewal(join: Join) -> None:
-    mesh = await join("a", Talker(), renew_s=60.0, ttl_s=120.0)
+    mesh = await join("a", Talker(), renew_interval_s=60.0, ttl_s=120.0)
     mesh.ready = True
     await mesh.publish()
     entry = await registry.lookup(mesh.state, "a")
@@ -279,7 +285,9 @@ def test_a_client_that_says_nothing_holds_nobody_up(monitored: Monitored) -> Non
 def test_processes_of_a_host_share_a_range_of_ports() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         low = taken.getsockname()[1]
-        one = MetricsEndpoint(f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": health(str)})
+        one = MetricsEndpoint(
+            f"127.0.0.1:{low}-{low + 20}", "", SystemHost(), {"/": make_health_page(str)}
+        )
         assert low < int(one.address.rpartition(":")[2]) <= low + 20
         one.close()
         with pytest.raises(ConfigError, match=r"no port .* wider range"):
@@ -294,7 +302,9 @@ def test_others_are_told_the_advertised_host(advertise: str) -> None:
 
 
 def test_pages_for_this_host_alone_are_where_they_are_whatever_is_advertised() -> None:
-    one = MetricsEndpoint("127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": health(str)})
+    one = MetricsEndpoint(
+        "127.0.0.1:*", "tcp://worker-7:*", SystemHost(), {"/": make_health_page(str)}
+    )
     with urllib.request.urlopen(one.address + "/", timeout=scaled(5.0)) as answer:
         assert answer.read() == b"ok\n"
     one.close()
@@ -316,23 +326,25 @@ async def test_a_whole_endpoint_is_advertised_as_it_is() -> None:
 @pytest.mark.parametrize("where", ["9400", "here:", "here:a-b", "here:9-8", "here:70000"])
 def test_a_place_that_is_none_is_refused(where: str) -> None:
     with pytest.raises(ConfigError, match="no place to listen"):
-        ports(where, "mesh.metrics")
+        parse_listen_address(where, "mesh.metrics")
 
 
 def test_clients_that_stay_cost_few_threads_and_keep_nobody_out() -> None:
-    endpoint = MetricsEndpoint("127.0.0.1:*", "", SystemHost(), {"/livez": health(lambda: "")})
+    endpoint = MetricsEndpoint(
+        "127.0.0.1:*", "", SystemHost(), {"/livez": make_health_page(lambda: "")}
+    )
     host, _, port = endpoint.address.removeprefix("http://").rpartition(":")
     before = threading.active_count()
     staying = []
-    for _ in range(4 * CLIENTS):
+    for _ in range(4 * MAX_CLIENTS):
         staying.append(socket.create_connection((host, int(port)), timeout=scaled(SOON_S)))
         staying[-1].sendall(b"GET /livez HTTP/1.0\r\n")  # and no end of it
     with urllib.request.urlopen(f"{endpoint.address}/livez", timeout=scaled(SOON_S)) as answer:
         assert answer.read() == b"ok\n"
-    for hung_up in staying[: 3 * CLIENTS]:
+    for hung_up in staying[: 3 * MAX_CLIENTS]:
         with suppress(ConnectionResetError):
             assert hung_up.recv(1) == b""
-    assert threading.active_count() - before <= 2 * CLIENTS
+    assert threading.active_count() - before <= 2 * MAX_CLIENTS
     for stays in staying:
         stays.close()
     endpoint.close()

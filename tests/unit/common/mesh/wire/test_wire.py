@@ -236,7 +236,11 @@ def errors() -> list[type[MeshError]]:
         size = len(known)
         known |= {name for _, name, bases in made if bases & known}
     found = [(module, name) for module, name, bases in made if bases & known]
-    optional = [] if find_spec("verifiers") else ["meshrl.services.environment.verifying.episode"]
+    optional = (
+        []
+        if find_spec("verifiers")
+        else ["meshrl.services.environment.verifiers_environment.episode"]
+    )
     return [getattr(import_module(m), name) for m, name in found if m not in optional]
 
 

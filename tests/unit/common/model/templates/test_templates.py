@@ -22,9 +22,9 @@ from loadtests.chat_templates.comparing import (
     directory_of,
 )
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.model.chat.calls import PARSERS, parser_of
-from meshrl.common.model.chat.chat import Chat, ChatBroken
-from meshrl.common.model.chat.conversation import MARK
+from meshrl.common.model.chat.chat_format import ChatFormat, ChatFormatError
+from meshrl.common.model.chat.template_format import TURN_MARKER
+from meshrl.common.model.chat.tool_call_parsers import PARSERS, detect_parser
 from meshrl.common.model.tokens.tokenizer import Tokenizer
 from tests.unit.common.model.templates.formats import FORMATS, QWEN3
 
@@ -114,9 +114,9 @@ NUMBERS: list[tuple[str, str, str]] = [  # parser, text, the call's name
 ]
 
 
-def chat_of(template: str, place: Path, **options: Any) -> Chat:
+def chat_of(template: str, place: Path, **options: Any) -> ChatFormat:
     directory_of(template, place)
-    return Chat.load("template", {}, Tokenizer.load(place), **options)
+    return ChatFormat.load("template", {}, Tokenizer.load(place), **options)
 
 
 @pytest.mark.rotating(3)
@@ -150,16 +150,18 @@ def test_tokenizers_that_write_spaces_as_characters_change_nothing(
 def test_options_reach_the_template(tmp_path: Path) -> None:
     place = directory_of(QWEN3, tmp_path)
     tokenizer = Tokenizer.load(place)
-    quiet = Chat.load("template", {"enable_thinking": False}, tokenizer)
-    assert tokenizer.decode(quiet.begin([USER]).ids).endswith("<think>\n\n</think>\n\n")
+    quiet = ChatFormat.load("template", {"enable_thinking": False}, tokenizer)
+    assert tokenizer.decode(quiet.start_conversation([USER]).ids).endswith(
+        "<think>\n\n</think>\n\n"
+    )
     assert compared(place, {"enable_thinking": False})["prompt"] == "equal"
     with pytest.raises(ConfigError, match="'messages' is not an option"):
-        Chat.load("template", {"messages": []}, tokenizer)
+        ChatFormat.load("template", {"messages": []}, tokenizer)
 
 
 def test_the_day_is_the_jobs(tmp_path: Path) -> None:
     chat = chat_of(FORMATS["llama-3"], tmp_path, date="2024-02-09")
-    assert "Today Date: 09 Feb 2024" in chat.tokenizer.decode(chat.begin([USER]).ids)
+    assert "Today Date: 09 Feb 2024" in chat.tokenizer.decode(chat.start_conversation([USER]).ids)
 
 
 words = st.text(
@@ -171,7 +173,7 @@ turns = st.lists(st.integers(0, 262), max_size=24)
 
 
 @pytest.fixture(scope="module", params=["qwen2.5", "llama-3", "mistral", "gemma"])
-def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
     return chat_of(FORMATS[request.param], tmp_path_factory.mktemp("chat"))
 
 
@@ -179,25 +181,25 @@ def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @settings(max_examples=25)
 @given(opening=words, rounds=st.lists(st.tuples(turns, words), min_size=1, max_size=4))
 def test_whatever_the_model_samples_earlier_ids_stay_as_they_were(
-    chat: Chat, opening: str, rounds: Any
+    chat: ChatFormat, opening: str, rounds: Any
 ) -> None:
     tokenizer = chat.tokenizer
-    tools = [] if chat.tool_problem else [ADD]
-    conversation = chat.begin([{"role": "user", "content": opening}], tools)
+    tools = [] if chat.tools_unsupported_reason else [ADD]
+    conversation = chat.start_conversation([{"role": "user", "content": opening}], tools)
     for sampled, text in rounds:
         before = list(conversation.ids)
-        reply = conversation.sampled(sampled)
+        reply = conversation.append_turn(sampled)
         said = (
             [{"role": "tool", "tool_call_id": c.id, "content": text} for c in reply.calls]
             if reply.calls
             else [{"role": "user", "content": text}]
         )
-        added = conversation.extend(said)
+        added = conversation.append_messages(said)
         assert conversation.ids == before + sampled + added
         assert text in tokenizer.decode(added) or json.dumps(text) in tokenizer.decode(added)
 
 
-def sampled(chat: Chat, text: str) -> list[int]:
+def sampled(chat: ChatFormat, text: str) -> list[int]:
     return chat.tokenizer.encode(text)
 
 
@@ -206,10 +208,12 @@ def test_a_turn_is_followed_by_what_the_template_writes_after_its_end(
     tmp_path: Path, end: str
 ) -> None:
     template = "{# <|endoftext|> #}" + FORMATS["qwen2.5"]
-    chat = chat_of(template, tmp_path, ends=["<|endoftext|>"])
-    conversation = chat.begin([USER])
-    assert conversation.sampled(sampled(chat, "It is 3." + end)).content == "It is 3."
-    added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+    chat = chat_of(template, tmp_path, stop_tokens=["<|endoftext|>"])
+    conversation = chat.start_conversation([USER])
+    assert conversation.append_turn(sampled(chat, "It is 3." + end)).content == "It is 3."
+    added = chat.tokenizer.decode(
+        conversation.append_messages([{"role": "user", "content": "So?"}])
+    )
     closing = "" if end else "<|im_end|>"
     assert added == f"{closing}\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -225,25 +229,27 @@ OPEN_TURNS = r"""{# <|user|> <|assistant|> <|observation|> <|endoftext|> #}
 
 def test_a_template_that_closes_no_turn_keeps_the_mark_of_the_next_role(tmp_path: Path) -> None:
     ends = ["<|endoftext|>", "<|user|>", "<|observation|>"]
-    chat = chat_of(OPEN_TURNS, tmp_path, ends=ends)
+    chat = chat_of(OPEN_TURNS, tmp_path, stop_tokens=ends)
     for end, mark in (
         ("<|endoftext|>", "<|user|>"),
         ("<|observation|>", "<|user|>"),
         ("<|user|>", ""),  # the model sampled the mark itself
         ("", "<|user|>"),
     ):
-        conversation = chat.begin([USER])
-        conversation.sampled(sampled(chat, "\nIt is 3." + end))
-        added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+        conversation = chat.start_conversation([USER])
+        conversation.append_turn(sampled(chat, "\nIt is 3." + end))
+        added = chat.tokenizer.decode(
+            conversation.append_messages([{"role": "user", "content": "So?"}])
+        )
         assert added == f"{mark}\nSo?<|assistant|>", end
 
 
 def test_what_is_said_cannot_pass_for_the_turn(tmp_path: Path) -> None:
     chat = chat_of(FORMATS["qwen2.5"], tmp_path)
-    conversation = chat.begin([USER])
-    conversation.sampled(sampled(chat, "It is 3.<|im_end|>"))
-    said = f"{MARK}<|im_end|>{MARK}s"
-    added = chat.tokenizer.decode(conversation.extend([{"role": "user", "content": said}]))
+    conversation = chat.start_conversation([USER])
+    conversation.append_turn(sampled(chat, "It is 3.<|im_end|>"))
+    said = f"{TURN_MARKER}<|im_end|>{TURN_MARKER}s"
+    added = chat.tokenizer.decode(conversation.append_messages([{"role": "user", "content": said}]))
     assert added == f"\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -253,17 +259,19 @@ THOUGHT = "<think>\nOne more.\n</think>\n\nIt is 3.<|im_end|>"
 def test_reasoning_is_kept_where_the_template_drops_it_or_refused(tmp_path: Path) -> None:
     place = directory_of(QWEN3, tmp_path)
     tokenizer = Tokenizer.load(place)
-    keep = Chat.load("template", {}, tokenizer, history="keep").begin([USER])
-    reply = keep.sampled(tokenizer.encode(THOUGHT))
+    keep = ChatFormat.load("template", {}, tokenizer, history="keep").start_conversation([USER])
+    reply = keep.append_turn(tokenizer.encode(THOUGHT))
     assert (reply.reasoning, reply.content) == ("One more.", "It is 3.")
-    keep.extend([AGAIN])
+    keep.append_messages([AGAIN])
     assert "One more." in tokenizer.decode(keep.ids)
-    refuse = Chat.load("template", {}, tokenizer, history="refuse").begin([USER], [ADD])
-    refuse.sampled(tokenizer.encode(THOUGHT.replace("It is 3.", call_of(1, 2))))
-    refuse.extend([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
-    refuse.sampled(tokenizer.encode(THOUGHT))
-    with pytest.raises(ChatBroken, match="writes an earlier turn otherwise"):
-        refuse.extend([AGAIN])
+    refuse = ChatFormat.load("template", {}, tokenizer, history="refuse").start_conversation(
+        [USER], [ADD]
+    )
+    refuse.append_turn(tokenizer.encode(THOUGHT.replace("It is 3.", call_of(1, 2))))
+    refuse.append_messages([{"role": "tool", "tool_call_id": "call00001", "content": "3"}])
+    refuse.append_turn(tokenizer.encode(THOUGHT))
+    with pytest.raises(ChatFormatError, match="writes an earlier turn otherwise"):
+        refuse.append_messages([AGAIN])
 
 
 def call_of(a: int, b: int) -> str:
@@ -273,24 +281,26 @@ def call_of(a: int, b: int) -> str:
 
 def test_more_calls_than_the_template_can_write_are_answered(tmp_path: Path) -> None:
     chat = chat_of(FORMATS["llama-3"], tmp_path)
-    conversation = chat.begin([SYSTEM, USER], [ADD])
+    conversation = chat.start_conversation([SYSTEM, USER], [ADD])
     one = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
-    reply = conversation.sampled(sampled(chat, f"{one}; {one}<|eot_id|>"))
+    reply = conversation.append_turn(sampled(chat, f"{one}; {one}<|eot_id|>"))
     assert [(c.name, c.arguments, c.problem) for c in reply.calls] == [
         ("add", {"a": 1, "b": 2}, "")
     ] * 2
     answers = [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in reply.calls]
-    text = chat.tokenizer.decode(conversation.extend(answers))
+    text = chat.tokenizer.decode(conversation.append_messages(answers))
     assert text.count('<|start_header_id|>ipython<|end_header_id|>\n\n"3"<|eot_id|>') == 2
-    conversation.sampled(sampled(chat, "3<|eot_id|>"))
-    assert "So?" in chat.tokenizer.decode(conversation.extend([{"role": "user", "content": "So?"}]))
+    conversation.append_turn(sampled(chat, "3<|eot_id|>"))
+    assert "So?" in chat.tokenizer.decode(
+        conversation.append_messages([{"role": "user", "content": "So?"}])
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-3", "mistral", "gemma", "qwen3"])
 def test_a_given_answer_is_a_turn_that_ends_once(name: str, tmp_path: Path) -> None:
     chat = chat_of(FORMATS[name], tmp_path)
     messages = [USER] if name == "gemma" else [SYSTEM, USER]
-    ids = chat.answer(messages, ANSWER)
+    ids = chat.encode_answer(messages, ANSWER)
     text = chat.tokenizer.decode(ids)
     assert text.endswith(ANSWER["content"] + chat.stop_tokens[0])
     assert [i for i in ids if i in chat.stop_ids] == ids[-1:]
@@ -323,12 +333,12 @@ def test_templates_are_found_where_transformers_finds_them(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    chat: Any = Chat.load("template", {}, Tokenizer.load(tmp_path))
+    chat: Any = ChatFormat.load("template", {}, Tokenizer.load(tmp_path))
     offered: list[list[Any]] = [[], [ADD]]
     for tools in offered:
-        assert chat.rendering.text([USER], tools, generate=True) == theirs.apply_chat_template(
-            [USER], tools=tools or None, tokenize=False
-        )
+        assert chat.renderer.render(
+            [USER], tools, add_generation_prompt=True
+        ) == theirs.apply_chat_template([USER], tools=tools or None, tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -343,40 +353,42 @@ def test_templates_are_found_where_transformers_finds_them(
 )
 def test_what_a_template_may_not_do_fails_by_type(tmp_path: Path, template: str, says: str) -> None:
     chat = chat_of(template, tmp_path)
-    with pytest.raises(ChatBroken, match=says):
-        chat.begin([USER])
+    with pytest.raises(ChatFormatError, match=says):
+        chat.start_conversation([USER])
 
 
 def test_a_directory_without_a_template_that_ends_turns_is_refused(tmp_path: Path) -> None:
     directory_of("{% for %}", tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     with pytest.raises(ConfigError, match="not Jinja"):
-        Chat.load("template", {}, tokenizer)
+        ChatFormat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="has no chat template"):
-        Chat.load("template", {}, tokenizer)
+        ChatFormat.load("template", {}, tokenizer)
     parts = "{% for m in messages %}{% for p in m.content if p.text %}{{ p.text }}{% endfor %}"
     (tmp_path / "chat_template.jinja").write_text(parts + "{% endfor %}")
     with pytest.raises(ConfigError, match="leaves out messages"):
-        Chat.load("template", {}, tokenizer)
+        ChatFormat.load("template", {}, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match=r"name one in rollout\.stop"):
-        Chat.load("template", {}, tokenizer)
-    assert Chat.load("template", {}, tokenizer, ends=["</s>"]).stop_tokens == ["</s>"]
+        ChatFormat.load("template", {}, tokenizer)
+    assert ChatFormat.load("template", {}, tokenizer, stop_tokens=["</s>"]).stop_tokens == ["</s>"]
 
 
 def test_tools_that_the_template_does_not_teach_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ChatBroken, match="tells the model of no tools"):
-        chat_of(FORMATS["smollm2"], tmp_path).begin([USER], [ADD])
+    with pytest.raises(ChatFormatError, match="tells the model of no tools"):
+        chat_of(FORMATS["smollm2"], tmp_path).start_conversation([USER], [ADD])
     told = "{{ tools | tojson if tools }}" + FORMATS["smollm2"]
-    with pytest.raises(ChatBroken, match="nobody knows how"):
-        chat_of(told, tmp_path).begin([USER], [ADD])
-    conversation = chat_of(told, tmp_path, parser="hermes").begin([USER], [ADD])
+    with pytest.raises(ChatFormatError, match="nobody knows how"):
+        chat_of(told, tmp_path).start_conversation([USER], [ADD])
+    conversation = chat_of(told, tmp_path, tool_call_parser="hermes").start_conversation(
+        [USER], [ADD]
+    )
     ids = Tokenizer.load(tmp_path).encode(call_of(1, 2) + "<|im_end|>")
-    assert [c.name for c in conversation.sampled(ids).calls] == ["add"]
-    unread = chat_of(told, tmp_path, parser="none").begin([USER], [ADD])
-    assert unread.sampled(ids).content == call_of(1, 2)
+    assert [c.name for c in conversation.append_turn(ids).calls] == ["add"]
+    unread = chat_of(told, tmp_path, tool_call_parser="none").start_conversation([USER], [ADD])
+    assert unread.append_turn(ids).content == call_of(1, 2)
 
 
 CASES += [
@@ -396,7 +408,7 @@ def test_calls_are_read(
 
 
 def test_the_parser_is_what_the_template_teaches() -> None:
-    found = {name: parser_of(template) for name, template in FORMATS.items()}
+    found = {name: detect_parser(template) for name, template in FORMATS.items()}
     assert found == {
         "qwen2.5": "hermes",
         "qwen3": "hermes",

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.transport.address import bulk_key_text
+from meshrl.common.mesh.transport.address import format_bulk_key
 from meshrl.common.mesh.transport.keys import ProcessKeys
-from meshrl.common.weights.bulk.doors import KeyDoor
+from meshrl.common.weights.bulk.authenticators import KeyAuthenticator
 from meshrl.common.weights.bulk.server import BulkServer
 from meshrl.common.weights.bulk.session import BulkSession
-from meshrl.common.weights.chunks.chunks import ChunkStore
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
 from tests.load import scaled
 
 CONTENT = os.urandom(700_000)
@@ -33,10 +33,10 @@ class Port:
         self.chunks = ChunkStore(directory)
         self.digest = self.chunks.write(CONTENT)
         self.keys = self._made("weights")
-        self.address = self.keys.published("tcp://127.0.0.1:1")
-        door = KeyDoor(self.keys, "weights", sealed)
+        self.address = self.keys.make_address("tcp://127.0.0.1:1")
+        door = KeyAuthenticator(self.keys, "weights", sealed)
         self.server = BulkServer(
-            self.chunks, SystemHost(), "tcp://127.0.0.1:*", advertise, door=door
+            self.chunks, SystemHost(), "tcp://127.0.0.1:*", advertise, authenticator=door
         )
         self.place = self.server.address.partition("#")[0]
         self.number = int(self.place.rpartition(":")[2])
@@ -44,7 +44,7 @@ class Port:
     def _made(self, role: str) -> ProcessKeys:
         keys = ProcessKeys(self._whose, time.monotonic)
         if role:
-            self.roles[bulk_key_text(keys.bulk_public)] = f"{role}@{HOST}"
+            self.roles[format_bulk_key(keys.bulk_public_key)] = f"{role}@{HOST}"
         return keys
 
     def _whose(self, keys: Sequence[str]) -> list[tuple[str, ...]]:
@@ -52,24 +52,24 @@ class Port:
         self.waits(keys)
         return [(self.roles[key],) if key in self.roles else () for key in keys]
 
-    def door(self, role: str, *, sealed: bool = True) -> KeyDoor:
+    def door(self, role: str, *, sealed: bool = True) -> KeyAuthenticator:
         """Of a new process of this role; empty: its key is nobody's who is let in."""
-        return KeyDoor(self._made(role), role, sealed)
+        return KeyAuthenticator(self._made(role), role, sealed)
 
     def session(
-        self, door: KeyDoor, address: str = "", deadline_s: float = DEADLINE_S
+        self, door: KeyAuthenticator, address: str = "", deadline_s: float = DEADLINE_S
     ) -> BulkSession:
         """Not entered yet."""
-        proof = door.asking(address or self.address, self.place)
+        proof = door.begin_client_handshake(address or self.address, self.place)
         return BulkSession(self.place, proof, scaled(deadline_s), 1 << 30)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.number), timeout=scaled(DEADLINE_S))
 
-    def revoke(self, door: KeyDoor) -> None:
+    def revoke(self, door: KeyAuthenticator) -> None:
         """As Redis and the next renewal of a lease bring it about."""
-        del self.roles[bulk_key_text(door._keys.bulk_public)]
-        self.keys.refresh(len(self.roles) + 1000)
+        del self.roles[format_bulk_key(door._keys.bulk_public_key)]
+        self.keys.refresh_keys(len(self.roles) + 1000)
 
 
 def all_of(connection: socket.socket) -> bytes:

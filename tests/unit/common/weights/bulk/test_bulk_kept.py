@@ -16,16 +16,23 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.base.digest import digest_of
-from meshrl.common.base.errors import Damaged, DeadlineExceeded, NotFound, PeerLost, Refused
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.errors import CorruptData, DeadlineExceeded, NotFound, PeerLost, Refused
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.state.registry import Entry
-from meshrl.common.weights.bulk.channel import BURST_S, LEAST_BYTES, LONGEST_S, PIECE_S, Rate, Rates
-from meshrl.common.weights.bulk.doors import InterpreterDoor
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
+from meshrl.common.weights.bulk.channel import (
+    BURST_S,
+    MAX_BACKLOG_S,
+    MIN_PIECE_BYTES,
+    PIECE_DURATION_S,
+    RateLimiter,
+    RateLimits,
+)
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from meshrl.common.weights.bulk.transfer import MOST
-from meshrl.common.weights.chunks.partial import Partial
+from meshrl.common.weights.bulk.transfer import MAX_IDLE_CONNECTIONS
+from meshrl.common.weights.chunks.partial_file import PartialFile
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join, until
 from tests.unit.common.weights.bulk.road import Road
@@ -38,7 +45,7 @@ HANG_S = 20.0  # of what is to arrive
 SECRET = "5e" * 32
 CONTENT = os.urandom(600_000)
 RATE = 2_000_000
-SPARED_S = BURST_S + 2 * PIECE_S  # the last piece is paid for by who comes next
+SPARED_S = BURST_S + 2 * PIECE_DURATION_S  # the last piece is paid for by who comes next
 LEAST_S = len(CONTENT) / RATE - SPARED_S  # that the content takes at this rate, however it is cut
 
 
@@ -46,9 +53,9 @@ class Server:
     def __init__(self, root: Path) -> None:
         self.chunks = ChunkStore(root)
         self.digests = [self.chunks.write(content) for content in CONTENTS]
-        door, where = InterpreterDoor(), "tcp://127.0.0.1:*"
-        self.port = BulkServer(self.chunks, SystemHost(), where, "127.0.0.2", door=door)
-        self.entry = Entry("store", "test", bulk=self.port.address, host="another host")
+        door, where = InProcessAuthenticator(), "tcp://127.0.0.1:*"
+        self.port = BulkServer(self.chunks, SystemHost(), where, "127.0.0.2", authenticator=door)
+        self.entry = RegistryEntry("store", "test", bulk=self.port.address, host="another host")
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def way(server: Server) -> Iterator[Road]:
 async def client(join: Join) -> AsyncIterator[BulkClient]:
     made = BulkClient(await join("client", settings=SETTINGS), part_bytes=70_000)
     yield made
-    made._kept.close_idle(0.0)
+    made._connection_pool.close_idle(0.0)
 
 
 class Target:
@@ -80,11 +87,11 @@ class Target:
         self._client, self._server = client, server
 
     async def arrive(
-        self, digest: str, partial: Partial | None = None, stall_s: float = HANG_S
-    ) -> Partial:
-        partial = partial or Partial.of_chunk(self.chunks, digest, durable=False)
-        await self._client.arrive(self._server.entry, partial, SIZE, stall_s=scaled(stall_s))
-        assert partial.right
+        self, digest: str, partial: PartialFile | None = None, stall_s: float = HANG_S
+    ) -> PartialFile:
+        partial = partial or PartialFile.for_chunk(self.chunks, digest, durable=False)
+        await self._client.fetch_part(self._server.entry, partial, SIZE, stall_s=scaled(stall_s))
+        assert partial.is_valid
         partial.commit()
         partial.discard()
         return partial
@@ -121,11 +128,11 @@ async def test_what_breaks_is_left_as_far_as_it_came_and_goes_on_there(
     server: Server, way: Road, target: Target
 ) -> None:
     way.most = 120_000
-    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    partial = PartialFile.for_chunk(target.chunks, server.digests[0], durable=False)
     with pytest.raises(PeerLost):
         await target.arrive(partial.digest, partial)
-    assert 70_000 < partial.position < 120_000
-    came, way.most, before = partial.position, 1 << 40, way.carried
+    assert 70_000 < partial.received_bytes < 120_000
+    came, way.most, before = partial.received_bytes, 1 << 40, way.carried
     await target.arrive(partial.digest, partial)
     assert way.carried - before < len(CONTENTS[0]) - came + 2000
     assert target.chunks.read(partial.digest) == CONTENTS[0]
@@ -133,10 +140,10 @@ async def test_what_breaks_is_left_as_far_as_it_came_and_goes_on_there(
 
 async def test_one_that_stalls_is_given_up(server: Server, way: Road, target: Target) -> None:
     way.stands_at = 120_000
-    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    partial = PartialFile.for_chunk(target.chunks, server.digests[0], durable=False)
     with pytest.raises(DeadlineExceeded):
         await target.arrive(partial.digest, partial, STALL_S)
-    assert 0 < partial.position < len(CONTENTS[0])
+    assert 0 < partial.received_bytes < len(CONTENTS[0])
     way.stands_at = 1 << 40
     await target.arrive(partial.digest, partial)
     assert target.chunks.read(partial.digest) == CONTENTS[0]
@@ -147,16 +154,16 @@ async def test_one_that_stalls_is_given_up(server: Server, way: Road, target: Ta
 async def test_what_has_another_size_elsewhere_is_not_taken(
     server: Server, way: Road, target: Target, client: BulkClient, size: int, near: bool
 ) -> None:
-    partial = Partial.of_chunk(target.chunks, server.digests[0], durable=False)
+    partial = PartialFile.for_chunk(target.chunks, server.digests[0], durable=False)
     partial.write(CONTENTS[0][:150_000])
-    server.chunks.path(partial.digest).write_bytes(b"x" * size)
+    server.chunks.chunk_path(partial.digest).write_bytes(b"x" * size)
     entry = replace(server.entry, host="") if near else server.entry
     if near and size < SIZE:
-        await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
+        await client.fetch_part(entry, partial, SIZE, stall_s=scaled(HANG_S))
     else:
-        with pytest.raises(Damaged, match="another size"):
-            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
-    assert not partial.right and partial.position <= SIZE and server.port.sent < SIZE
+        with pytest.raises(CorruptData, match="another size"):
+            await client.fetch_part(entry, partial, SIZE, stall_s=scaled(HANG_S))
+    assert not partial.is_valid and partial.received_bytes <= SIZE and server.port.sent_bytes < SIZE
     partial.discard()
 
 
@@ -164,14 +171,14 @@ async def test_no_more_are_kept_than_are_of_use(
     client: BulkClient, server: Server, way: Road, tmp_path: Path
 ) -> None:
     digest = server.digests[0]
-    for n in range(MOST + 4):  # as many processes, as far as the client knows
+    for n in range(MAX_IDLE_CONNECTIONS + 4):  # as many processes, as far as the client knows
         entry = replace(server.entry, address=str(n))
-        with Partial.of_file(tmp_path / "target", digest) as partial:
-            await client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S))
-    assert way.connections == MOST + 4
-    await until(lambda: server.port.connections <= MOST)
-    client._kept.close_idle(0.0)
-    await until(lambda: not server.port.connections)
+        with PartialFile.for_file(tmp_path / "target", digest) as partial:
+            await client.fetch_part(entry, partial, SIZE, stall_s=scaled(HANG_S))
+    assert way.connections == MAX_IDLE_CONNECTIONS + 4
+    await until(lambda: server.port.connection_count <= MAX_IDLE_CONNECTIONS)
+    client._connection_pool.close_idle(0.0)
+    await until(lambda: not server.port.connection_count)
 
 
 async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_with(
@@ -179,24 +186,24 @@ async def test_a_late_thread_writes_nothing_into_what_another_source_goes_on_wit
 ) -> None:
     """It stands in a read when nobody waits for it any more, and then has something to write."""
     digest = server.digests[0]
-    partial = Partial.of_chunk(target.chunks, digest, durable=False)
+    partial = PartialFile.for_chunk(target.chunks, digest, durable=False)
     near = ChunkStore(target.chunks.directory.parent / "near")
-    place = near.path(digest)
+    place = near.chunk_path(digest)
     place.parent.mkdir(parents=True)
     os.mkfifo(place)
     entry = replace(server.entry, host="", bulk=f"#{near.directory}")
-    late = asyncio.create_task(client.arrive(entry, partial, SIZE, stall_s=scaled(HANG_S)))
+    late = asyncio.create_task(client.fetch_part(entry, partial, SIZE, stall_s=scaled(HANG_S)))
     stands = await opened(place)
     late.cancel()
     await asyncio.wait([late])
     way.stands_at = 120_000
     with pytest.raises(DeadlineExceeded):
         await target.arrive(digest, partial, STALL_S)
-    came, way.stands_at = partial.position, 1 << 40
+    came, way.stands_at = partial.received_bytes, 1 << 40
     os.write(stands, b"x" * 5000)
     os.close(stands)
     await until(lambda: nobody_reads(place), 60)
-    assert partial.position == came > 0
+    assert partial.received_bytes == came > 0
     await target.arrive(digest, partial)
     assert target.chunks.read(digest) == CONTENTS[0]
 
@@ -220,16 +227,20 @@ def nobody_reads(pipe: Path) -> bool:
 
 def test_who_wrote_before_another_took_over_is_refused(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
-    partial = Partial.of_chunk(store, digest := digest_of(b"one two"), durable=False)
-    with partial, partial.writer() as first:
+    partial = PartialFile.for_chunk(store, digest := compute_digest(b"one two"), durable=False)
+    with partial, partial.take_writer() as first:
         first.write(b"one ")
-        with partial.writer() as second:
+        with partial.take_writer() as second:
             second.write(b"two")
-            for late in (lambda: first.write(b"two"), first.finish, lambda: first.position):
+            for late in (
+                lambda: first.write(b"two"),
+                first.verify_and_commit,
+                lambda: first.received_bytes,
+            ):
                 with pytest.raises(Refused):
                     late()
-            first.leave()  # which is not to end the other one
-            second.finish()
+            first.release()  # which is not to end the other one
+            second.verify_and_commit()
         with pytest.raises(Refused):
             second.write(b"more")
     assert store.read(digest) == b"one two"
@@ -237,14 +248,14 @@ def test_who_wrote_before_another_took_over_is_refused(tmp_path: Path) -> None:
 
 def test_what_arrived_changed_is_forgotten_by_who_finishes_it(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
-    partial = Partial.of_chunk(store, digest := digest_of(b"content"), durable=False)
-    with partial, partial.writer() as writer:
+    partial = PartialFile.for_chunk(store, digest := compute_digest(b"content"), durable=False)
+    with partial, partial.take_writer() as writer:
         writer.write(b"contend")
-        with pytest.raises(Damaged, match="arrived changed"):
-            writer.finish()
-        assert writer.position == 0
+        with pytest.raises(CorruptData, match="arrived changed"):
+            writer.verify_and_commit()
+        assert writer.received_bytes == 0
         writer.write(b"content")
-        writer.finish()
+        writer.verify_and_commit()
     assert store.read(digest) == b"content"
 
 
@@ -258,9 +269,11 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable[..., BulkServer]]:
 
     def start(**more: int) -> BulkServer:
         own = settings(tmp_path / "server", **more)
-        chunks, door = ChunkStore(tmp_path / "chunks"), InterpreterDoor()
+        chunks, door = ChunkStore(tmp_path / "chunks"), InProcessAuthenticator()
         host, where = SystemHost(), "tcp://127.0.0.1:*"
-        made.append(BulkServer(chunks, host, where, door=door, rates=Rates.of(own)))
+        made.append(
+            BulkServer(chunks, host, where, authenticator=door, rates=RateLimits.from_settings(own))
+        )
         return made[-1]
 
     yield start
@@ -268,26 +281,26 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable[..., BulkServer]]:
         server.close()
 
 
-def entry(server: BulkServer) -> Entry:
-    return Entry("store", "test", bulk=server.address, host="another host")
+def entry(server: BulkServer) -> RegistryEntry:
+    return RegistryEntry("store", "test", bulk=server.address, host="another host")
 
 
 def test_several_that_move_bytes_wait_as_long_as_one_that_moves_all(tmp_path: Path) -> None:
-    rates = [Rate(tmp_path / "up", 1_000_000) for _ in range(4)]
+    rates = [RateLimiter(tmp_path / "up", 1_000_000) for _ in range(4)]
     began = time.monotonic()
-    waits = [rates[n % 4].moved(10_000) for n in range(100)]
+    waits = [rates[n % 4].charge(10_000) for n in range(100)]
     lasted_s = time.monotonic() - began
     assert 1.0 - BURST_S - lasted_s <= waits[-1] <= 1.0
     assert waits == sorted(waits) or lasted_s > 0.01  # each waits behind the one before
-    assert rates[0].piece_bytes == LEAST_BYTES
+    assert rates[0].piece_bytes == MIN_PIECE_BYTES
 
 
 def test_threads_of_one_process_wait_for_each_other_too(tmp_path: Path) -> None:
-    rate = Rate(tmp_path / "up", 10_000_000)
+    rate = RateLimiter(tmp_path / "up", 10_000_000)
 
     def move() -> None:
         for _ in range(500):
-            rate.moved(10_000)
+            rate.charge(10_000)
 
     began = time.monotonic()
     threads = [threading.Thread(target=move) for _ in range(4)]
@@ -295,13 +308,13 @@ def test_threads_of_one_process_wait_for_each_other_too(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert rate.moved(0) >= 2.0 - BURST_S - (time.monotonic() - began)
+    assert rate.charge(0) >= 2.0 - BURST_S - (time.monotonic() - began)
 
 
 def test_what_an_earlier_boot_has_written_keeps_nobody_waiting(tmp_path: Path) -> None:
-    rate = Rate(tmp_path / "up", 1000)
-    rate._free[:] = struct.pack("<d", time.monotonic() + 2 * LONGEST_S)
-    assert rate.moved(10) < 1.0
+    rate = RateLimiter(tmp_path / "up", 1000)
+    rate._free_at[:] = struct.pack("<d", time.monotonic() + 2 * MAX_BACKLOG_S)
+    assert rate.charge(10) < 1.0
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
@@ -311,19 +324,19 @@ async def test_getting_and_putting_take_as_long_as_the_rates_of_both_ends_say(
     server = serve(rate_up=RATE if way == "up" else 0, rate_down=RATE if way == "down" else 0)
     free = BulkClient(await join("free", settings=settings(tmp_path / "free")))
     began = time.monotonic()
-    digest = await free.put(entry(server), CONTENT)
+    digest = await free.put_chunk(entry(server), CONTENT)
     assert way == "up" or time.monotonic() - began >= LEAST_S
     began = time.monotonic()
-    assert await free.get(entry(server), digest) == CONTENT
+    assert await free.fetch_chunk(entry(server), digest) == CONTENT
     assert way == "down" or time.monotonic() - began >= LEAST_S
     open_server = serve()
     own = settings(tmp_path / "bound", **{f"rate_{way}": RATE})
     bound = BulkClient(await join("bound", settings=own))
     began = time.monotonic()
     if way == "up":
-        await bound.put(entry(open_server), CONTENT[1:])
+        await bound.put_chunk(entry(open_server), CONTENT[1:])
     else:
-        assert await bound.get(entry(open_server), digest) == CONTENT
+        assert await bound.fetch_chunk(entry(open_server), digest) == CONTENT
     assert time.monotonic() - began >= LEAST_S
 
 
@@ -331,14 +344,14 @@ async def test_clients_of_one_host_share_its_rate(
     serve: Callable[..., BulkServer], join: Join, tmp_path: Path
 ) -> None:
     server, own = serve(), settings(tmp_path / "bound", rate_down=RATE)
-    digest = await BulkClient(await join("free", settings=settings(tmp_path))).put(
+    digest = await BulkClient(await join("free", settings=settings(tmp_path))).put_chunk(
         entry(server), CONTENT
     )
     clients = [BulkClient(await join(f"c{n}", settings=own)) for n in range(3)]
     began = time.monotonic()
-    found = await asyncio.gather(*(client.get(entry(server), digest) for client in clients))
+    found = await asyncio.gather(*(client.fetch_chunk(entry(server), digest) for client in clients))
     assert time.monotonic() - began >= 3 * len(CONTENT) / RATE - SPARED_S
-    assert found == [CONTENT] * 3 and server.sent == 3 * len(CONTENT)
+    assert found == [CONTENT] * 3 and server.sent_bytes == 3 * len(CONTENT)
 
 
 async def test_who_has_paused_is_served_to_the_end_and_may_go(
@@ -346,12 +359,12 @@ async def test_who_has_paused_is_served_to_the_end_and_may_go(
 ) -> None:
     server = serve(rate_up=500_000)
     free = BulkClient(await join("free", settings=settings(tmp_path)))
-    digest = await free.put(entry(server), CONTENT)
-    partial = Partial.of_file(tmp_path / "one", digest)
-    leaving = asyncio.create_task(free.receive(entry(server), partial))
-    await until(lambda: server.sent != 0)
+    digest = await free.put_chunk(entry(server), CONTENT)
+    partial = PartialFile.for_file(tmp_path / "one", digest)
+    leaving = asyncio.create_task(free.fetch_to_file(entry(server), partial))
+    await until(lambda: server.sent_bytes != 0)
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     partial.discard()
-    await until(lambda: not server.connections)
-    assert await free.get(entry(server), digest) == CONTENT
+    await until(lambda: not server.connection_count)
+    assert await free.fetch_chunk(entry(server), digest) == CONTENT

@@ -15,11 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.api.calls.callers import ROLES
-from meshrl.common.api.transfer.bulk import BULK, PUBLISHED, SPACES, putting
-from meshrl.common.api.transfer.bulk import GET as MAY_GET
+from meshrl.common.api.calls.call_permissions import ROLES
+from meshrl.common.api.transfer.bulk_permissions import (
+    BULK_PERMISSIONS,
+    PUBLISHED,
+    SPACES,
+    put_right,
+)
+from meshrl.common.api.transfer.bulk_permissions import GET as MAY_GET
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.errors import (
     HandshakeFailed,
     NotAllowed,
@@ -30,21 +35,32 @@ from meshrl.common.base.errors import (
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.base.random import Random
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.mesh.runtime.doorway import Doorway
+from meshrl.common.mesh.runtime.dependencies import AccessRules, LeaseTerms, MeshDependencies
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.mesh.runtime.seams import Access, Seams, Terms
-from meshrl.common.mesh.transport.zmq import ZmqTransport
-from meshrl.common.state.hosts import doors as mesh_doors
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.registry import Entry
-from meshrl.common.weights.bulk.port import BulkClient, ChunkStore, serve
-from meshrl.common.weights.bulk.server import PAUSE_S, STRANGERS, USER_CONNECTIONS
-from meshrl.common.weights.bulk.session import GET, HAS, PUT, REQUEST, REST, BulkSession
-from meshrl.common.weights.chunks.partial import Partial
-from meshrl.common.weights.handshakes.handshake import SUITES, ClientHandshake
-from meshrl.sim.redis.client import SimulatedSyncRedis
-from meshrl.sim.redis.server import RedisServer
-from meshrl.sim.redis.state import state_on
+from meshrl.common.mesh.runtime.process_credentials import ProcessCredentials
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.common.state.hosts import credentials as mesh_doors
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.port import BulkClient, ChunkStore, serve_chunks
+from meshrl.common.weights.bulk.server import (
+    ACCEPT_PAUSE_S,
+    MAX_CONNECTIONS_PER_USER,
+    MAX_UNAUTHENTICATED,
+)
+from meshrl.common.weights.bulk.session import (
+    GET,
+    HAS,
+    PARTIAL_SIZE,
+    PUT,
+    REQUEST_HEADER,
+    BulkSession,
+)
+from meshrl.common.weights.chunks.partial_file import PartialFile
+from meshrl.common.weights.handshakes.handshake import SUITES_BY_MAGIC, ClientHandshake
+from meshrl.sim.redis.client import SimulatedSyncRedisClient
+from meshrl.sim.redis.server import SimulatedRedisServer
+from meshrl.sim.redis.simulated_state import open_state_on
 from tests import ends
 from tests.load import scaled
 from tests.meshes import PATIENT
@@ -69,28 +85,30 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
     tmp_path: Path, encrypt: bool | None
 ) -> None:
     clock = SystemClock()
-    redis = RedisServer(clock)
-    owner = state_on(redis, State, clock)
+    redis = SimulatedRedisServer(clock)
+    owner = open_state_on(redis, StateClient, clock)
 
     async def mesh(name: str, host: str) -> Mesh:
         await mesh_doors.admit_host(owner, host)
         role = name.partition("/")[0]
-        state = state_on(redis, State, clock)
-        doorway = await Doorway.enter(name, role, host, state, SimulatedSyncRedis(redis), clock)
+        state = open_state_on(redis, StateClient, clock)
+        doorway = await ProcessCredentials.register(
+            name, role, host, state, SimulatedSyncRedisClient(redis), clock
+        )
         made = Mesh(
             name,
             role,
-            Seams(
+            MeshDependencies(
                 state=state,
                 transport=ZmqTransport(keys=doorway.keys),
                 clock=clock,
-                random=Random.system(),
+                random=Random.from_os_entropy(),
                 host=SystemHost(),
                 owns_state=True,
             ),
             settings=MeshSettings("", "", host=host, joinable=True, encrypt=encrypt),
-            terms=Terms(on_lost=ends.lost, **PATIENT),
-            access=Access(doorway=doorway),
+            terms=LeaseTerms(on_lost=ends.lost, **PATIENT),
+            access=AccessRules(credentials=doorway),
         )
         await made.join(None)
         return made
@@ -102,46 +120,50 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
     )
     beside = await mesh("trainer/other", HEAD)
     store_chunks = ChunkStore(tmp_path / "chunks")
-    server = serve(store, store_chunks)
-    entry = Entry("weights", "weights", store.transport.address, server.address, host=HEAD)
+    server = serve_chunks(store, store_chunks)
+    entry = RegistryEntry("weights", "weights", store.transport.address, server.address, host=HEAD)
     try:
         client = BulkClient(trainer, part_bytes=100_000)
-        digest = await client.put(entry, CONTENT)
-        assert await client.get(entry, digest) == CONTENT
+        digest = await client.put_chunk(entry, CONTENT)
+        assert await client.fetch_chunk(entry, digest) == CONTENT
         (source := tmp_path / "source").write_bytes(CONTENT[1:])
         moved = await client.put_file(entry, source)
-        with Partial.of_file(target := tmp_path / "target", moved) as partial:
-            await BulkClient(engine).receive(entry, partial)
+        with PartialFile.for_file(target := tmp_path / "target", moved) as partial:
+            await BulkClient(engine).fetch_to_file(entry, partial)
         assert target.read_bytes() == CONTENT[1:]
         with pytest.raises(NotAllowed, match="role engine may not put chunks of weights"):
-            await BulkClient(engine).put(entry, CONTENT)
+            await BulkClient(engine).put_chunk(entry, CONTENT)
         # Files are read and written straight where the store itself says that it serves them,
         # and not where anybody who may write the registry has its row say so.
         near = BulkClient(beside)
-        assert (await near.local(entry)) is not None
+        assert (await near.open_local_store(entry)) is not None
         (elsewhere := tmp_path / "elsewhere").mkdir()
         entry.bulk = server.address.partition("#")[0] + f"#{elsewhere}"
-        kept = await near.put(entry, CONTENT[2:])
+        kept = await near.put_chunk(entry, CONTENT[2:])
         assert store_chunks.has(kept) and not list(elsewhere.iterdir())
         strange = ChunkStore(elsewhere).write(b"of another")
         with pytest.raises(NotFound):
-            await near.get(entry, strange)
+            await near.fetch_chunk(entry, strange)
         entry.bulk = server.address
         entry.address = engine.transport.address  # one that says that it is the store
         with pytest.raises(HandshakeFailed, match=f"is one of engine@{JOINED}, not of weights"):
-            await client.get(entry, digest)
+            await client.fetch_chunk(entry, digest)
         entry.address = store.transport.address
-        assert trainer.doorway is not None
-        await mesh_doors.revoke_key(owner, trainer.doorway.row.public)
-        assert store.doorway is not None
-        store.doorway.keys.refresh(1 << 40)
+        assert trainer.credentials is not None
+        await mesh_doors.revoke_key(owner, trainer.credentials.row.public)
+        assert store.credentials is not None
+        store.credentials.keys.refresh_keys(1 << 40)
         with pytest.raises(HandshakeFailed, match=r"keys\?"):
-            await client.get(entry, digest)
+            await client.fetch_chunk(entry, digest)
         with pytest.raises(HandshakeFailed, match=r"the key of this process.*is let in no more"):
-            await client.get(entry, digest)
-        assert await BulkClient(engine).get(entry, digest) == CONTENT
+            await client.fetch_chunk(entry, digest)
+        assert await BulkClient(engine).fetch_chunk(entry, digest) == CONTENT
         store.rejections.report(clock.monotonic())
-        assert store.telemetry.counters["refused_bulk_keys"] == server.refused["bulk_keys"] > 0
+        assert (
+            store.telemetry.counters["refused_bulk_keys"]
+            == server.rejection_counts["bulk_keys"]
+            > 0
+        )
     finally:
         server.close()
         for one in (engine, trainer, beside, store):
@@ -156,44 +178,44 @@ async def test_processes_of_two_hosts_move_chunks_and_files(
 def test_each_role_may_what_the_table_says_and_nothing_else(port: Port, role: str) -> None:
     door = port.door(role)
     for space in SPACES:
-        may_put = role in BULK.get(("weights", putting(space)), ())
-        for verb, may in {GET: role in BULK["weights", MAY_GET], HAS: may_put}.items():
+        may_put = role in BULK_PERMISSIONS.get(("weights", put_right(space)), ())
+        for verb, may in {GET: role in BULK_PERMISSIONS["weights", MAY_GET], HAS: may_put}.items():
             with port.session(door) as session:
                 if may:
                     with suppress(NotFound):
-                        assert session.ask(verb, port.digest, space=space) is not None
+                        assert session.request(verb, port.digest, space=space) is not None
                     continue
                 with pytest.raises(NotAllowed, match=f"role {role} may not .*chunks of weights"):
-                    session.ask(verb, port.digest, space=space)
+                    session.request(verb, port.digest, space=space)
                 with pytest.raises(PeerLost):
-                    session.ask(verb, port.digest, space=space)
-        digest = digest_of(f"planted in {space}".encode())
+                    session.request(verb, port.digest, space=space)
+        digest = compute_digest(f"planted in {space}".encode())
         try:
             with port.session(door) as session:
-                session.ask(PUT, digest, f"planted in {space}".encode(), space=space)
+                session.request(PUT, digest, f"planted in {space}".encode(), space=space)
             assert may_put
         except (NotAllowed, PeerLost):
             assert not may_put
-        there = {name: port.chunks.space(name).has(digest) for name in SPACES}
+        there = {name: port.chunks.open_space(name).has(digest) for name in SPACES}
         assert there == {name: may_put and name == space for name in SPACES}
 
 
 def test_the_table_names_roles_that_there_are_and_none_puts_what_the_store_publishes() -> None:
-    for (served, _), roles in BULK.items():
+    for (served, _), roles in BULK_PERMISSIONS.items():
         assert {served} | roles <= ROLES
-    assert not any("sandbox" in roles for roles in BULK.values())
-    assert ("weights", putting(PUBLISHED)) not in BULK
+    assert not any("sandbox" in roles for roles in BULK_PERMISSIONS.values())
+    assert ("weights", put_right(PUBLISHED)) not in BULK_PERMISSIONS
 
 
 def test_a_revoked_key_is_refused_at_its_next_request(port: Port) -> None:
     door, other = port.door("engine"), port.door("engine")
     with port.session(door) as session, port.session(other) as another:
-        assert session.chunk(port.digest) == CONTENT
-        assert another.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
+        assert another.fetch_chunk(port.digest) == CONTENT
         port.revoke(door)
         with pytest.raises(NotAllowed, match="not let in any more"):
-            session.chunk(port.digest)
-        assert another.chunk(port.digest) == CONTENT
+            session.fetch_chunk(port.digest)
+        assert another.fetch_chunk(port.digest) == CONTENT
     with pytest.raises(HandshakeFailed, match=r"keys\?"), port.session(door):
         pass
 
@@ -206,18 +228,20 @@ def test_a_stranger_gets_no_byte(port: Port) -> None:
     address, place = port.address, port.place
     stranger, known = port.door(""), port.door("trainer")
     wrong_server = f"tcp://x:1#{'ab' * 32}.{'ab' * 32}"
-    right = known.asking(address, place).hello()
+    right = known.begin_client_handshake(address, place).make_hello()
     hellos = [
         b"",
         os.urandom(101),
-        *(magic + os.urandom(97) for magic in SUITES),
-        stranger.asking(address, place).hello(),
-        known.asking(wrong_server, place).hello(),
-        known.asking(address, "tcp://127.0.0.2:1").hello(),
+        *(magic + os.urandom(97) for magic in SUITES_BY_MAGIC),
+        stranger.begin_client_handshake(address, place).make_hello(),
+        known.begin_client_handshake(wrong_server, place).make_hello(),
+        known.begin_client_handshake(address, "tcp://127.0.0.2:1").make_hello(),
         right[:-1] + bytes([right[-1] ^ 1]),
     ]
     digest = bytes.fromhex(port.digest)
-    requests = [REQUEST.pack(verb, 0, digest, 0, 1 << 20, 1 << 20) for verb in (GET, PUT, HAS)]
+    requests = [
+        REQUEST_HEADER.pack(verb, 0, digest, 0, 1 << 20, 1 << 20) for verb in (GET, PUT, HAS)
+    ]
     before = {
         path: path.read_bytes() for path in port.chunks.directory.rglob("*") if path.is_file()
     }
@@ -245,11 +269,13 @@ def test_a_wrong_key_is_said_at_once_by_who_asks(port: Port, who: str) -> None:
 
 
 def test_a_recorded_hello_opens_nothing(port: Port) -> None:
-    asking = port.door("trainer").asking(port.address, port.place)
-    hello = asking.hello()
+    asking = port.door("trainer").begin_client_handshake(port.address, port.place)
+    hello = asking.make_hello()
     with port.connect() as honest:
         honest.sendall(hello)
-        proof = asking.proof(honest.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL))
+        proof = asking.answer_challenge(
+            honest.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)
+        )
         assert proof is not None
     for replayed in (proof, bytes(16)):
         with port.connect() as connection:
@@ -272,12 +298,12 @@ def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
 
         def knock() -> None:
             with port.session(slow) as late:
-                entered.append(late.chunk(port.digest))
+                entered.append(late.fetch_chunk(port.digest))
 
         knocking = threading.Thread(target=knock)
         knocking.start()
         assert asked.wait(scaled(DEADLINE_S))
-        assert session.chunk(port.digest) == CONTENT and not entered
+        assert session.fetch_chunk(port.digest) == CONTENT and not entered
         answers.set()
         knocking.join(scaled(DEADLINE_S))
     assert entered == [CONTENT]
@@ -286,45 +312,45 @@ def test_who_is_looked_up_keeps_nobody_waiting(port: Port) -> None:
 def test_while_redis_is_silent_the_known_come_in_and_others_are_to_try_again(port: Port) -> None:
     known, unknown = port.door("engine"), port.door("trainer")
     with port.session(known) as session:
-        assert session.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
 
     def silent(keys: object) -> None:
         raise StateUnavailable("Redis does not answer")
 
     port.waits = silent
     with port.session(known) as session:
-        assert session.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
     with pytest.raises(HandshakeFailed) as refused, port.session(unknown):
         pass
-    assert refused.value.retryable and port.server.refused["bulk_undecided"] == 1
+    assert refused.value.retryable and port.server.rejection_counts["bulk_undecided"] == 1
 
 
 @pytest.mark.parametrize("encrypt", [None, False, True])
 @pytest.mark.parametrize("joinable", [False, True])
 def test_what_is_sealed_by_default(joinable: bool, encrypt: bool | None) -> None:
     settings = MeshSettings("", "", joinable=joinable, encrypt=encrypt)
-    assert settings.sealed == (joinable if encrypt is None else encrypt)
+    assert settings.is_bulk_encrypted == (joinable if encrypt is None else encrypt)
 
 
 # ---------------------------------------------------------------- what follows
 
 
-@pytest.mark.parametrize("magic", list(SUITES), ids=["aes", "chacha"])
+@pytest.mark.parametrize("magic", list(SUITES_BY_MAGIC), ids=["aes", "chacha"])
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "plain"])
 def test_both_suites_carry_all_there_is_to_ask(tmp_path: Path, magic: bytes, sealed: bool) -> None:
     port = Port(tmp_path / "chunks", sealed=sealed)
     door = port.door("trainer", sealed=sealed)
-    proof = door.asking(port.address, port.place)
-    own, server = door._keys.bulk, port.keys.bulk_public
+    proof = door.begin_client_handshake(port.address, port.place)
+    own, server = door._keys.bulk_private_key, port.keys.bulk_public_key
     proof = ClientHandshake(own, server, port.place, sealed, magic)
     with BulkSession(port.place, proof, scaled(DEADLINE_S), 1 << 30) as session:
         assert (proof.ciphers is not None) == sealed
         content = os.urandom(1_500_000)
-        session.ask(PUT, digest_of(content), content)
-        assert session.chunk(digest_of(content)) == content
+        session.request(PUT, compute_digest(content), content)
+        assert session.fetch_chunk(compute_digest(content)) == content
         with pytest.raises(NotFound):
-            session.chunk("0" * 64)
-        assert session.ask(HAS, port.digest) == b"\x01"
+            session.fetch_chunk("0" * 64)
+        assert session.request(HAS, port.digest) == b"\x01"
     port.server.close()
 
 
@@ -344,7 +370,7 @@ def test_who_sits_on_the_way_reads_nothing_that_is_sealed(tmp_path: Path, sealed
         on_the_way(tmp_path / "chunks", sealed=sealed) as (port, way),
         port.session(port.door("trainer", sealed=sealed)) as session,
     ):
-        assert session.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
     assert (CONTENT[1000:1032] in way.seen) == (not sealed)
     assert len(way.seen) > len(CONTENT)
 
@@ -355,7 +381,7 @@ def test_it_is_sealed_if_either_end_wants_that(tmp_path: Path, server: bool, cli
         on_the_way(tmp_path / "chunks", sealed=server) as (port, way),
         port.session(port.door("trainer", sealed=client)) as session,
     ):
-        assert session.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
     assert CONTENT[1000:1032] not in way.seen
 
 
@@ -364,17 +390,17 @@ def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None
     with on_the_way(tmp_path / "chunks") as (port, way):
         door = port.door("trainer")
         with port.session(door) as session:
-            session.chunk(port.digest)
+            session.fetch_chunk(port.digest)
         whole = len(way.seen)
         for at in (*range(0, whole, whole // 20), whole - 17, whole - 1):
             way.spoils = at
             with pytest.raises(PeerLost), port.session(door) as session:
-                session.chunk(port.digest)
+                session.fetch_chunk(port.digest)
         way.spoils = -1
         for most in (*range(0, whole, whole // 20), whole - 1):
             way.most = most
             with pytest.raises(PeerLost), port.session(door) as session:
-                session.chunk(port.digest)
+                session.fetch_chunk(port.digest)
 
 
 # ---------------------------------------------------------------- how many
@@ -383,14 +409,14 @@ def test_what_is_changed_or_cut_off_on_the_way_is_missed(tmp_path: Path) -> None
 def test_one_process_has_so_many_connections_and_others_find_room(port: Port) -> None:
     greedy, other = port.door("engine"), port.door("trainer")
     with ExitStack() as open_ones:
-        for _ in range(USER_CONNECTIONS):
+        for _ in range(MAX_CONNECTIONS_PER_USER):
             session = open_ones.enter_context(port.session(greedy))
-            session.chunk(port.digest)
+            session.fetch_chunk(port.digest)
         with pytest.raises(PeerLost), port.session(greedy) as session:
-            session.chunk(port.digest)
+            session.fetch_chunk(port.digest)
         with port.session(other) as session:
-            assert session.chunk(port.digest) == CONTENT
-    assert port.server.refused["bulk_crowd"] == 1
+            assert session.fetch_chunk(port.digest) == CONTENT
+    assert port.server.rejection_counts["bulk_crowd"] == 1
 
 
 def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
@@ -401,16 +427,16 @@ def test_who_knocks_often_pushes_only_itself_out(port: Port) -> None:
                 ("127.0.0.1", port.number), scaled(DEADLINE_S), source_address=("127.0.0.3", 0)
             )
         )
-        asking = port.door("trainer").asking(port.address, port.place)
-        hello = asking.hello()
+        asking = port.door("trainer").begin_client_handshake(port.address, port.place)
+        hello = asking.make_hello()
         slow.sendall(hello[:50])
-        for _ in range(3 * STRANGERS):
+        for _ in range(3 * MAX_UNAUTHENTICATED):
             held.enter_context(port.connect())
         slow.sendall(hello[50:])
         assert len(slow.recv(ClientHandshake.challenge_bytes, socket.MSG_WAITALL)) == (
             ClientHandshake.challenge_bytes
         )
-        assert port.server.connections <= STRANGERS
+        assert port.server.connection_count <= MAX_UNAUTHENTICATED
 
 
 def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> None:
@@ -422,7 +448,7 @@ def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> No
         resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
         try:
             started = time.monotonic()
-            while port.server.refused["bulk_descriptors"] < 3:
+            while port.server.rejection_counts["bulk_descriptors"] < 3:
                 with suppress(OSError):  # also what earlier tests give back by and by
                     while True:
                         held.enter_context(socket.socket())
@@ -430,10 +456,10 @@ def test_without_descriptors_the_thread_rests_and_then_goes_on(port: Port) -> No
                     waiting.pop().connect(("127.0.0.1", port.number))
                 assert time.monotonic() - started < deadline_s
                 time.sleep(0.01)
-            refused = port.server.refused["bulk_descriptors"]
-            assert refused <= (time.monotonic() - started) / PAUSE_S + 2
-            assert session.ask(REST, "0" * 64) == bytes(8), "who is in is served"
+            refused = port.server.rejection_counts["bulk_descriptors"]
+            assert refused <= (time.monotonic() - started) / ACCEPT_PAUSE_S + 2
+            assert session.request(PARTIAL_SIZE, "0" * 64) == bytes(8), "who is in is served"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with port.session(door) as another:
-            assert another.chunk(port.digest) == CONTENT
+            assert another.fetch_chunk(port.digest) == CONTENT

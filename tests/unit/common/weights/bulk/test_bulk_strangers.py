@@ -17,15 +17,31 @@ from hypothesis import strategies as st
 from meshrl.common.base.errors import HandshakeFailed, MeshError, PeerLost
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.process.host import SystemHost
-from meshrl.common.state.registry import Entry
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.common.weights.bulk.authenticators import InProcessAuthenticator
 from meshrl.common.weights.bulk.channel import FRAME_BYTES
-from meshrl.common.weights.bulk.doors import InterpreterDoor
 from meshrl.common.weights.bulk.port import BulkClient, BulkServer, ChunkStore
-from meshrl.common.weights.bulk.server import CONNECTIONS, PROOF_S, STRANGERS
-from meshrl.common.weights.bulk.serving import Serving
-from meshrl.common.weights.bulk.session import ANSWER, GET, HAS, PUT, REQUEST, REST, WHERE
-from meshrl.common.weights.chunks.verified import NAME
-from meshrl.common.weights.handshakes.handshake import SUITES, ClientHandshake, ServerHandshake
+from meshrl.common.weights.bulk.served_connection import ServedConnection
+from meshrl.common.weights.bulk.server import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_CONNECTIONS,
+    MAX_UNAUTHENTICATED,
+)
+from meshrl.common.weights.bulk.session import (
+    DIRECTORY,
+    GET,
+    HAS,
+    PARTIAL_SIZE,
+    PUT,
+    REQUEST_HEADER,
+    RESPONSE_HEADER,
+)
+from meshrl.common.weights.chunks.verified_files import RECORD_FILE
+from meshrl.common.weights.handshakes.handshake import (
+    SUITES_BY_MAGIC,
+    ClientHandshake,
+    ServerHandshake,
+)
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import Join
 from tests.unit.common.weights.bulk.knocking import CONTENT, Port, all_of
@@ -40,7 +56,7 @@ NUMBERS = st.sampled_from([0, 1, 2, len(CONTENT), 1 << 20, 1 << 32, 1 << 62, (1 
     st.integers(0, (1 << 64) - 1)
 )
 FIRST = st.binary(max_size=300) | st.builds(
-    bytes.__add__, st.sampled_from(list(SUITES)), st.binary(max_size=200)
+    bytes.__add__, st.sampled_from(list(SUITES_BY_MAGIC)), st.binary(max_size=200)
 )
 LENGTHS = st.integers(0, (1 << 32) - 1) | st.integers(FRAME_BYTES, FRAME_BYTES + 40)
 
@@ -51,17 +67,19 @@ class Served:
     def __init__(self, directory: Path) -> None:
         self.chunks = ChunkStore(directory)
         self.digest = self.chunks.write(CHUNK)
-        door = InterpreterDoor()
-        self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", door=door)
+        door = InProcessAuthenticator()
+        self.server = BulkServer(self.chunks, SystemHost(), "tcp://127.0.0.1:*", authenticator=door)
         self.place = self.server.address.partition("#")[0]
         self.port = int(self.place.rpartition(":")[2])
-        self.entry = Entry("store", "test", bulk=self.server.address, host="there")
+        self.entry = RegistryEntry("store", "test", bulk=self.server.address, host="there")
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=scaled(PROOF_S + 20))
+        return socket.create_connection(
+            ("127.0.0.1", self.port), timeout=scaled(HANDSHAKE_TIMEOUT_S + 20)
+        )
 
     def request(self, verb: bytes, length: int = 0) -> bytes:
-        return REQUEST.pack(verb, 0, bytes.fromhex(self.digest), 0, length, length)
+        return REQUEST_HEADER.pack(verb, 0, bytes.fromhex(self.digest), 0, length, length)
 
 
 @pytest.fixture
@@ -109,29 +127,29 @@ async def test_a_foreign_server_cannot_pass_for_ours(served: Served, client: Bul
         os.urandom(CHALLENGE_BYTES),
     ):
         with squatting(answer) as port:
-            there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
+            there = RegistryEntry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
             with pytest.raises(HandshakeFailed, match="Another program"):
-                await client.put(there, b"for the store alone", deadline_s=scaled(10))
+                await client.put_chunk(there, b"for the store alone", deadline_s=scaled(10))
 
 
 async def test_a_proof_is_not_passed_on_from_another_port(
     served: Served, client: BulkClient
 ) -> None:
     with squatting(None, onwards=served.port) as port:
-        there = Entry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
+        there = RegistryEntry("store", "test", bulk=f"tcp://127.0.0.1:{port}", host="there")
         with pytest.raises(PeerLost):
-            await client.get(there, served.digest, deadline_s=scaled(10))
+            await client.fetch_chunk(there, served.digest, deadline_s=scaled(10))
 
 
 async def test_strangers_are_bounded_and_never_keep_ours_out(
     served: Served, client: BulkClient
 ) -> None:
-    strangers = [served.connect() for _ in range(CONNECTIONS + STRANGERS)]
+    strangers = [served.connect() for _ in range(MAX_CONNECTIONS + MAX_UNAUTHENTICATED)]
     strangers[-1].sendall(os.urandom(ServerHandshake.hello_bytes - 1))
-    assert await client.get(served.entry, served.digest) == CHUNK
-    digest = await client.put(served.entry, b"while they wait")
-    assert await client.get(served.entry, digest) == b"while they wait"
-    assert served.server.connections <= STRANGERS + 1
+    assert await client.fetch_chunk(served.entry, served.digest) == CHUNK
+    digest = await client.put_chunk(served.entry, b"while they wait")
+    assert await client.fetch_chunk(served.entry, digest) == b"while they wait"
+    assert served.server.connection_count <= MAX_UNAUTHENTICATED + 1
     for stranger in strangers:
         assert all_of(stranger) == b"", "half-open ones are dropped before this end times out"
         stranger.close()
@@ -146,7 +164,7 @@ def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Port]:
 
 def goes_on(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
     with port.session(port.door("trainer", sealed=False)) as session:
-        assert session.chunk(port.digest) == CONTENT
+        assert session.fetch_chunk(port.digest) == CONTENT
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -165,7 +183,8 @@ def test_bytes_without_a_proof_are_not_answered(
 
 @SLOW
 @given(
-    verb=st.sampled_from([GET, PUT, HAS, REST, WHERE]) | st.binary(min_size=1, max_size=1),
+    verb=st.sampled_from([GET, PUT, HAS, PARTIAL_SIZE, DIRECTORY])
+    | st.binary(min_size=1, max_size=1),
     digest=st.just(b"") | st.binary(min_size=32, max_size=32),
     space=st.integers(0, 255),
     numbers=st.tuples(NUMBERS, NUMBERS, NUMBERS),
@@ -181,12 +200,12 @@ def test_requests_that_make_no_sense_end_their_connection_at_most(
     behind: bytes,
 ) -> None:
     with port.session(port.door("trainer", sealed=False)) as session:
-        head = REQUEST.pack(verb, space, digest or bytes.fromhex(port.digest), *numbers)
+        head = REQUEST_HEADER.pack(verb, space, digest or bytes.fromhex(port.digest), *numbers)
         with suppress(OSError, MeshError):
             session._send(head)
             session._send(behind)
             session._socket.shutdown(socket.SHUT_WR)
-            session._whole(ANSWER.size)
+            session._receive_exactly(RESPONSE_HEADER.size)
     goes_on(port, capfd)
 
 
@@ -206,14 +225,17 @@ def test_frames_that_nobody_sealed_end_their_connection(
 @pytest.mark.deep
 def test_a_flood_leaves_nothing(port: Port, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither what served it nor scratch files."""
-    hello = port.door("", sealed=True).asking(port.address, port.place).hello()
+    hello = port.door("", sealed=True).begin_client_handshake(port.address, port.place).make_hello()
     for _ in range(100):
-        for content in (b"", os.urandom(101), next(iter(SUITES)) + os.urandom(97), hello):
+        for content in (b"", os.urandom(101), next(iter(SUITES_BY_MAGIC)) + os.urandom(97), hello):
             with port.connect() as connection, suppress(OSError):
                 connection.sendall(content)
     goes_on(port, capfd)
     gc.collect()
-    every = [one for one in gc.get_objects() if isinstance(one, Serving)]
+    every = [one for one in gc.get_objects() if isinstance(one, ServedConnection)]
     served = [one for one in every if one._chunks is port.chunks]
-    assert len(served) <= STRANGERS + 2 and port.server.connections <= STRANGERS + 1
-    assert [path.name for path in port.chunks.directory.rglob(".*")] == [NAME]
+    assert (
+        len(served) <= MAX_UNAUTHENTICATED + 2
+        and port.server.connection_count <= MAX_UNAUTHENTICATED + 1
+    )
+    assert [path.name for path in port.chunks.directory.rglob(".*")] == [RECORD_FILE]

@@ -9,11 +9,11 @@ from meshrl.common.weights.handshakes.noise import (
     AES_GCM,
     CHACHA_POLY,
     TAG_BYTES,
-    Cipher,
     CipherSuite,
-    Initiator,
-    Refusal,
-    Responder,
+    HandshakeViolation,
+    NoiseCipher,
+    NoiseInitiator,
+    NoiseResponder,
 )
 
 # The test vectors of the cacophony library for the two protocols.
@@ -63,28 +63,28 @@ def pair(secret: str) -> X25519PrivateKey:
     return X25519PrivateKey.from_private_bytes(bytes.fromhex(secret))
 
 
-def ends(suite: CipherSuite) -> tuple[Initiator, Responder]:
+def ends(suite: CipherSuite) -> tuple[NoiseInitiator, NoiseResponder]:
     return (
-        Initiator(
+        NoiseInitiator(
             suite,
             pair(INITIATOR),
             bytes.fromhex(RESPONDER_PUBLIC),
             PROLOGUE,
             pair(INITIATOR_EPHEMERAL),
         ),
-        Responder(suite, pair(RESPONDER), PROLOGUE, pair(RESPONDER_EPHEMERAL)),
+        NoiseResponder(suite, pair(RESPONDER), PROLOGUE, pair(RESPONDER_EPHEMERAL)),
     )
 
 
-def sealed(cipher: Cipher, content: bytes) -> bytes:
+def sealed(cipher: NoiseCipher, content: bytes) -> bytes:
     room = bytearray(len(content) + TAG_BYTES)
-    assert cipher.seal(content, room) == len(room)
+    assert cipher.encrypt_into(content, room) == len(room)
     return bytes(room)
 
 
-def opened(cipher: Cipher, content: bytes) -> bytes:
+def opened(cipher: NoiseCipher, content: bytes) -> bytes:
     room = bytearray(max(0, len(content) - TAG_BYTES))
-    assert cipher.open(content, room) == len(room)
+    assert cipher.decrypt_into(content, room) == len(room)
     return bytes(room)
 
 
@@ -93,13 +93,13 @@ def test_every_byte_is_as_the_framework_has_it(suite: CipherSuite) -> None:
     initiator, responder = ends(suite)
     payloads = [bytes.fromhex(text) for text in PAYLOADS]
     expected = [bytes.fromhex(text) for text in MESSAGES[suite]]
-    assert initiator.first(payloads[0]) == expected[0]
-    public, payload = responder.begin(expected[0])
+    assert initiator.make_first_message(payloads[0]) == expected[0]
+    public, payload = responder.read_first_message(expected[0])
     assert public == pair(INITIATOR).public_key().public_bytes_raw()
     assert payload == payloads[0]
-    message, back, forth = responder.second(payloads[1])
+    message, back, forth = responder.make_second_message(payloads[1])
     assert message == expected[1]
-    payload, send, receive = initiator.finish(message)
+    payload, send, receive = initiator.read_second_message(message)
     assert payload == payloads[1]
     for at in (2, 4):
         assert sealed(send, payloads[at]) == expected[at]
@@ -111,40 +111,40 @@ def test_every_byte_is_as_the_framework_has_it(suite: CipherSuite) -> None:
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
 def test_what_is_changed_replayed_or_left_out_is_refused(suite: CipherSuite) -> None:
     initiator, responder = ends(suite)
-    first = initiator.first(b"")
+    first = initiator.make_first_message(b"")
     for at in range(0, len(first), 7):
         changed = first[:at] + bytes([first[at] ^ 1]) + first[at + 1 :]
-        with pytest.raises(Refusal):
-            Responder(suite, pair(RESPONDER), PROLOGUE).begin(changed)
-    with pytest.raises(Refusal):
-        Responder(suite, pair(RESPONDER), PROLOGUE + b"?").begin(first)
-    with pytest.raises(Refusal):
-        Responder(suite, pair(INITIATOR), PROLOGUE).begin(first)
-    responder.begin(first)
-    second, _, forth = responder.second(b"")
-    with pytest.raises(Refusal):
-        ends(suite)[0].finish(second[:-1] + bytes([second[-1] ^ 1]))
-    _, send, _ = initiator.finish(second)
+        with pytest.raises(HandshakeViolation):
+            NoiseResponder(suite, pair(RESPONDER), PROLOGUE).read_first_message(changed)
+    with pytest.raises(HandshakeViolation):
+        NoiseResponder(suite, pair(RESPONDER), PROLOGUE + b"?").read_first_message(first)
+    with pytest.raises(HandshakeViolation):
+        NoiseResponder(suite, pair(INITIATOR), PROLOGUE).read_first_message(first)
+    responder.read_first_message(first)
+    second, _, forth = responder.make_second_message(b"")
+    with pytest.raises(HandshakeViolation):
+        ends(suite)[0].read_second_message(second[:-1] + bytes([second[-1] ^ 1]))
+    _, send, _ = initiator.read_second_message(second)
     messages = [sealed(send, b"one"), sealed(send, b"two"), sealed(send, b"three")]
     assert opened(forth, messages[0]) == b"one"
-    with pytest.raises(Refusal):
+    with pytest.raises(HandshakeViolation):
         opened(forth, messages[0])
-    with pytest.raises(Refusal):
+    with pytest.raises(HandshakeViolation):
         opened(forth, messages[2][:-1])
 
 
 def test_a_key_that_makes_every_secret_zero_is_refused() -> None:
-    with pytest.raises(Refusal):
-        Initiator(AES_GCM, pair(INITIATOR), bytes(32), PROLOGUE).first(b"")
+    with pytest.raises(HandshakeViolation):
+        NoiseInitiator(AES_GCM, pair(INITIATOR), bytes(32), PROLOGUE).make_first_message(b"")
     _, responder = ends(AES_GCM)
-    with pytest.raises(Refusal):
-        responder.begin(bytes(96))
+    with pytest.raises(HandshakeViolation):
+        responder.read_first_message(bytes(96))
 
 
 @pytest.mark.parametrize("suite", [AES_GCM, CHACHA_POLY], ids=["aes", "chacha"])
 def test_both_ends_change_the_key_at_once(suite: CipherSuite) -> None:
-    send, receive = (Cipher(suite, bytes(32), rekey_after=3) for _ in range(2))
-    still = Cipher(suite, bytes(32))
+    send, receive = (NoiseCipher(suite, bytes(32), rekey_after_messages=3) for _ in range(2))
+    still = NoiseCipher(suite, bytes(32))
     for number in range(8):
         message = sealed(send, b"the same")
         assert opened(receive, message) == b"the same"

@@ -17,21 +17,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from meshrl.common.api.weights import Tensor
-from meshrl.common.base.digest import digest_of
-from meshrl.common.base.errors import BadMessage, Damaged
-from meshrl.common.weights.delta.choosing import delta_first, worth_waiting
+from meshrl.common.api.weights import TensorPiece
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.errors import BadMessage, CorruptData
 from meshrl.common.weights.delta.codec import (
     BLOCK_BYTES,
-    Pair,
-    applied,
-    decoded,
-    encoded,
-    grouped,
-    most_changed,
-    paired,
-    width_of,
+    ChunkPair,
+    apply_delta,
+    compute_element_bytes,
+    compute_max_changed,
+    decode_delta,
+    encode_delta,
+    group_by_size,
+    pair_chunks,
 )
+from meshrl.common.weights.delta.policy import is_delta_faster, is_worth_waiting
 from meshrl.kernels import delta
 
 Run = NDArray[np.uint8]
@@ -58,7 +58,7 @@ def changed(old: Run, width: int, share: float, seed: int) -> Run:
 
 def made(old: Run | bytes, blob: bytes, digest: str) -> bytes:
     parts: list[bytes] = []
-    applied(old, blob, digest, lambda part: parts.append(bytes(part)))
+    apply_delta(old, blob, digest, lambda part: parts.append(bytes(part)))
     return b"".join(parts)
 
 
@@ -74,20 +74,20 @@ def test_what_is_applied_is_the_new_chunk(
 ) -> None:
     old = weights(elements, seed, {2: torch.bfloat16, 4: torch.float32}[width])
     new = changed(old, width, share, seed)
-    blob = encoded(old, memoryview(new.data), width)
+    blob = encode_delta(old, memoryview(new.data), width)
     if blob is None:  # of so few bytes that the head alone has as many, or by chance too many
         assert len(new) < 600 or (old.view(f"u{width}") != new.view(f"u{width}")).mean() > 0.25
     else:
-        assert made(bytes(old), blob, digest_of(new.data)) == new.tobytes()
+        assert made(bytes(old), blob, compute_digest(new.data)) == new.tobytes()
 
 
 def test_it_is_the_same_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     old = weights(700_000, 1)
     new = changed(old, 2, 0.02, 2)
-    native = encoded(old, new, 2)
-    monkeypatch.setattr(delta, "functions", lambda: None)
-    assert encoded(old, new, 2) == native and native is not None
-    assert made(old, native, digest_of(new.data)) == new.tobytes()
+    native = encode_delta(old, new, 2)
+    monkeypatch.setattr(delta, "load_library", lambda: None)
+    assert encode_delta(old, new, 2) == native and native is not None
+    assert made(old, native, compute_digest(new.data)) == new.tobytes()
     assert len(new) > 2 * BLOCK_BYTES
 
 
@@ -95,7 +95,7 @@ def test_it_is_the_same_with_and_without_a_compiler(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mib", [1, 4])
 def test_it_takes_little_more_than_what_changed(share: float, most: float, mib: int) -> None:
     old = weights(mib << 19, 3)
-    blob = encoded(old, changed(old, 2, share, 4), 2)
+    blob = encode_delta(old, changed(old, 2, share, 4), 2)
     assert blob is not None and len(blob) < most * len(old)
 
 
@@ -104,27 +104,27 @@ def test_gaps_that_two_bytes_do_not_hold_take_four() -> None:
     for places in ([65535], [65536], [3, 4, 65541], [(1 << 20) - 1], [0, 70_000, 70_001]):
         new = old.copy()
         new.view(np.uint16)[places] ^= 1
-        blob = encoded(old, new, 2)
+        blob = encode_delta(old, new, 2)
         assert blob is not None and len(blob) < 200
-        assert made(old, blob, digest_of(new.data)) == new.tobytes()
+        assert made(old, blob, compute_digest(new.data)) == new.tobytes()
 
 
 def test_where_much_changed_there_is_none() -> None:
     old = weights(10_000, 6)
-    assert encoded(old, weights(10_000, 7), 2) is None
-    assert encoded(old, old[:-2], 2) is None
-    assert encoded(old[:-1], old[:-1], 2) is None
+    assert encode_delta(old, weights(10_000, 7), 2) is None
+    assert encode_delta(old, old[:-2], 2) is None
+    assert encode_delta(old[:-1], old[:-1], 2) is None
 
 
 def test_of_another_chunk_it_makes_nothing_that_counts() -> None:
     old, other = weights(4000, 8), weights(4000, 9)
     new = changed(old, 2, 0.01, 8)
-    blob = encoded(old, new, 2)
+    blob = encode_delta(old, new, 2)
     assert blob is not None
-    with pytest.raises(Damaged, match="instead of chunk"):
-        made(other, blob, digest_of(new.data))
+    with pytest.raises(CorruptData, match="instead of chunk"):
+        made(other, blob, compute_digest(new.data))
     with pytest.raises(BadMessage, match="8000 bytes, and a chunk of 7998"):
-        made(old[:-2], blob, digest_of(new.data))
+        made(old[:-2], blob, compute_digest(new.data))
 
 
 @settings(max_examples=150)
@@ -132,13 +132,13 @@ def test_of_another_chunk_it_makes_nothing_that_counts() -> None:
 def test_a_changed_delta_is_refused_or_told_by_the_digest(data: st.DataObject) -> None:
     old = weights(3000, 10)
     new = changed(old, 2, 0.02, 10)
-    blob = bytearray(encoded(old, new, 2) or b"")
+    blob = bytearray(encode_delta(old, new, 2) or b"")
     place = data.draw(st.integers(0, len(blob) - 1))
     blob[place] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.sampled_from([len(blob), place, 0]))
     try:
-        found = made(old, bytes(blob[:cut]), digest_of(new.data))
-    except (BadMessage, Damaged):
+        found = made(old, bytes(blob[:cut]), compute_digest(new.data))
+    except (BadMessage, CorruptData):
         return
     assert found == new.tobytes()  # a bit that says nothing, as one of those that pad the head
 
@@ -147,22 +147,22 @@ def test_a_changed_delta_is_refused_or_told_by_the_digest(data: st.DataObject) -
 @given(st.binary(max_size=400))
 def test_bytes_that_are_no_delta_are_refused(content: bytes) -> None:
     with pytest.raises(BadMessage):
-        decoded(content, 400)
+        decode_delta(content, 400)
     with pytest.raises(BadMessage):
-        decoded(b"MRD1" + content, 400)
+        decode_delta(b"MRD1" + content, 400)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_it_takes_little_memory_beside_the_chunk(width: int) -> None:
     old = np.random.default_rng(12).integers(0, 256, 8 << 20, np.uint8)
-    new, count = old.copy(), most_changed(len(old), width)
+    new, count = old.copy(), compute_max_changed(len(old), width)
     places = np.random.default_rng(13).choice(len(old) // width, count, replace=False)
     new.view(f"u{width}")[places] ^= 1
-    blob, took = peak(lambda: encoded(old, new, width))
+    blob, took = peak(lambda: encode_delta(old, new, width))
     assert blob is not None and took < 2.5 * len(old)
-    changes, took = peak(lambda: decoded(blob, len(old)))
+    changes, took = peak(lambda: decode_delta(blob, len(old)))
     assert len(changes.positions) == count and took < 2.0 * len(old)
-    assert made(old, blob, digest_of(new.data)) == new.tobytes()
+    assert made(old, blob, compute_digest(new.data)) == new.tobytes()
 
 
 def peak(work: Callable[[], T]) -> tuple[T, int]:
@@ -177,14 +177,14 @@ def peak(work: Callable[[], T]) -> tuple[T, int]:
 @pytest.mark.parametrize("width", [1, 2])
 def test_one_that_changes_more_than_any_does_is_refused_before_it_is_read(width: int) -> None:
     size = 8 << 20
-    changed = most_changed(size, width) + 1
+    changed = compute_max_changed(size, width) + 1
     head = struct.pack("<4sBBxxII", b"MRD1", width, 4, size // width, changed)
     plane = zstandard.ZstdCompressor().compress(bytes(changed))
     blob = head + struct.pack("<I", len(plane)) * (4 + width) + plane * (4 + width)
 
     def refused() -> None:
         with pytest.raises(BadMessage, match=f"changes {changed} of {size // width}"):
-            decoded(blob, size)
+            decode_delta(blob, size)
 
     assert peak(refused)[1] < size / 4
 
@@ -193,74 +193,77 @@ def test_positions_beyond_the_chunk_are_refused() -> None:
     old, longer = weights(4000, 11), weights(8000, 11)
     new = longer.copy()
     new.view(np.uint16)[7999] ^= 1
-    blob = bytearray(encoded(longer, new, 2) or b"")
+    blob = bytearray(encode_delta(longer, new, 2) or b"")
     blob[8:12] = (4000).to_bytes(4, "little")  # as if it were of a shorter chunk
     with pytest.raises(BadMessage, match="element 7999 of 4000"):
-        made(old, bytes(blob), digest_of(old.data))
+        made(old, bytes(blob), compute_digest(old.data))
 
 
 def test_elements_are_as_wide_as_all_pieces_allow() -> None:
-    def piece(dtype: str, offset: int, size: int) -> Tensor:
-        return Tensor("w", dtype, [size], "a" * 32, offset, size)
+    def piece(dtype: str, offset: int, size: int) -> TensorPiece:
+        return TensorPiece("w", dtype, [size], "a" * 32, offset, size)
 
-    assert width_of([piece("BF16", 0, 10), piece("BF16", 10, 6)]) == 2
-    assert width_of([piece("F32", 0, 8), piece("F32", 8, 8)]) == 4
-    assert width_of([piece("F32", 0, 8), piece("BF16", 8, 2)]) == 2
-    assert width_of([piece("BF16", 0, 10), piece("F32", 10, 8)]) == 2
-    assert width_of([piece("BF16", 0, 10), piece("U8", 10, 3)]) == 1
-    assert width_of([piece("F32", 0, 0)]) == 4
+    assert compute_element_bytes([piece("BF16", 0, 10), piece("BF16", 10, 6)]) == 2
+    assert compute_element_bytes([piece("F32", 0, 8), piece("F32", 8, 8)]) == 4
+    assert compute_element_bytes([piece("F32", 0, 8), piece("BF16", 8, 2)]) == 2
+    assert compute_element_bytes([piece("BF16", 0, 10), piece("F32", 10, 8)]) == 2
+    assert compute_element_bytes([piece("BF16", 0, 10), piece("U8", 10, 3)]) == 1
+    assert compute_element_bytes([piece("F32", 0, 0)]) == 4
 
 
 @pytest.mark.parametrize("rate", [1e5, SLOW, 3e8])
 def test_on_a_slow_link_a_small_delta_is_sooner(rate: float) -> None:
-    assert delta_first(MIB // 50, 4 * MIB, rate) and worth_waiting(rate)
-    assert not delta_first(4 * MIB, 4 * MIB, rate)
+    assert is_delta_faster(MIB // 50, 4 * MIB, rate) and is_worth_waiting(rate)
+    assert not is_delta_faster(4 * MIB, 4 * MIB, rate)
 
 
 def test_the_chunk_itself_is_sooner_on_a_fast_link_and_bytes_decide_on_an_unknown_one() -> None:
-    assert not delta_first(MIB // 50, 4 * MIB, FAST) and not worth_waiting(FAST)
-    assert delta_first(MIB, 4 * MIB, None) and not delta_first(4 * MIB - 1, 4 * MIB, None)
-    assert worth_waiting(None)
+    assert not is_delta_faster(MIB // 50, 4 * MIB, FAST) and not is_worth_waiting(FAST)
+    assert is_delta_faster(MIB, 4 * MIB, None) and not is_delta_faster(4 * MIB - 1, 4 * MIB, None)
+    assert is_worth_waiting(None)
 
 
-def piece(name: str, begin: int, chunk: str, offset: int = 0, end: int = -1) -> Tensor:
+def piece(name: str, begin: int, chunk: str, offset: int = 0, end: int = -1) -> TensorPiece:
     """Of a bfloat16 tensor of 100 elements."""
     end = end if end >= 0 else begin + 50
-    return Tensor(name, "BF16", [100], chunk, offset, (end - begin) * 2, 0, begin, end)
+    return TensorPiece(name, "BF16", [100], chunk, offset, (end - begin) * 2, 0, begin, end)
 
 
 def test_chunks_with_the_same_pieces_are_paired() -> None:
     base = [piece("w", 0, "a"), piece("w", 50, "b"), piece("v", 0, "c", end=100)]
     target = [piece("w", 0, "A"), piece("w", 50, "b"), piece("v", 0, "C", end=100)]
-    assert paired(base, target) == [Pair("a", "A", 2, 100), Pair("c", "C", 2, 200)]
+    assert pair_chunks(base, target) == [ChunkPair("a", "A", 2, 100), ChunkPair("c", "C", 2, 200)]
 
 
 def test_what_was_cut_otherwise_or_has_become_two_has_no_pair() -> None:
     base = [piece("w", 0, "a"), piece("w", 50, "a", 100)]
-    assert paired(base, [piece("w", 0, "A", end=100)]) == []
-    assert paired(base, [piece("w", 0, "A", 100), piece("w", 50, "A")]) == []
-    assert paired(base, [piece("v", 0, "A")]) == []
-    assert paired([], base) == []
+    assert pair_chunks(base, [piece("w", 0, "A", end=100)]) == []
+    assert pair_chunks(base, [piece("w", 0, "A", 100), piece("w", 50, "A")]) == []
+    assert pair_chunks(base, [piece("v", 0, "A")]) == []
+    assert pair_chunks([], base) == []
     base = [piece("w", 0, "a"), piece("w", 50, "b", 100)]
-    assert paired(base, [piece("w", 0, "A"), piece("w", 50, "A", 100)]) == []
+    assert pair_chunks(base, [piece("w", 0, "A"), piece("w", 50, "A", 100)]) == []
 
 
 def test_what_was_alike_and_is_not_any_more_is_paired_with_what_it_was() -> None:
     base = [piece("w", 0, "same"), piece("w", 50, "same")]
     target = [piece("w", 0, "A"), piece("w", 50, "B")]
-    assert paired(base, target) == [Pair("same", "A", 2, 100), Pair("same", "B", 2, 100)]
-    assert paired(target, base) == []
+    assert pair_chunks(base, target) == [
+        ChunkPair("same", "A", 2, 100),
+        ChunkPair("same", "B", 2, 100),
+    ]
+    assert pair_chunks(target, base) == []
 
 
 @given(st.lists(st.integers(1, 50)), st.integers(1, 100))
 def test_groups_have_all_pairs_in_order_and_are_no_larger_than_they_need_be(
     sizes: list[int], most: int
 ) -> None:
-    pairs = [Pair(f"a{i}", f"b{i}", 2, size) for i, size in enumerate(sizes)]
-    groups = list(grouped(pairs, most))
+    pairs = [ChunkPair(f"a{i}", f"b{i}", 2, size) for i, size in enumerate(sizes)]
+    groups = list(group_by_size(pairs, most))
     assert [pair for group in groups for pair in group] == pairs
-    nothing: list[Pair] = []
+    nothing: list[ChunkPair] = []
     for group, following in zip_longest(groups, groups[1:], fillvalue=nothing):
-        held = sum(pair.size for pair in group)
+        held = sum(pair.size_bytes for pair in group)
         assert len(group) == 1 or held <= most
-        assert not following or held + following[0].size > most
+        assert not following or held + following[0].size_bytes > most

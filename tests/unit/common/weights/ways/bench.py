@@ -8,19 +8,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from meshrl.common.api.trainer import BroadcastPlace, Gather, Trainer
+from meshrl.common.api.trainer import BroadcastPlan, BroadcastRequest, Trainer
 from meshrl.common.base.clock import SystemClock
-from meshrl.common.base.digest import digest_of
+from meshrl.common.base.digest import compute_digest
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.mesh.runtime.calls.actor import Actor, call
 from meshrl.common.mesh.runtime.mesh import Mesh
-from meshrl.common.state.redis.client import State
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.store import host_chunks
-from meshrl.common.weights.store.host_chunks import WantedVersion
-from meshrl.common.weights.ways.broadcasting import Broadcasts
-from meshrl.common.weights.ways.collective import Collective
-from meshrl.sim.redis.state import simulated_state
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.store import chunk_cache
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.common.weights.transports.broadcaster import Broadcaster
+from meshrl.common.weights.transports.collective import CollectiveTransport
+from meshrl.sim.redis.simulated_state import open_simulated_state
 from tests.answering import answering
 from tests.meshes import on_sockets
 
@@ -31,13 +31,13 @@ JOB, MANIFEST = "job", "5" * 32
 class Core(type(answering("trainer", []))):  # type: ignore[misc]
     """Of a trainer, what receivers ask of it; it has nothing else to say."""
 
-    def __init__(self, broadcasts: Broadcasts) -> None:
+    def __init__(self, broadcasts: Broadcaster) -> None:
         self.broadcasts, self.asked = broadcasts, 0
 
-    @call(Trainer.gather)
-    async def gather(self, request: Gather) -> BroadcastPlace:
+    @call(Trainer.join_broadcast)
+    async def join_broadcast(self, request: BroadcastRequest) -> BroadcastPlan:
         self.asked += 1
-        return await self.broadcasts.gather(request)
+        return await self.broadcasts.join_broadcast(request)
 
 
 class Bench:
@@ -46,10 +46,10 @@ class Bench:
     def __init__(self, root: Path, left: AsyncExitStack, sizes: Sequence[int]) -> None:
         self.root, self._left = root, left
         self.clock = SystemClock()
-        self.state: State = simulated_state(self.clock)
+        self.state: StateClient = open_simulated_state(self.clock)
         self.contents = [os.urandom(n) for n in sizes]
         self.chunks = ChunkStore(root / "core")
-        self.version = WantedVersion(
+        self.version = VersionToFetch(
             JOB, MANIFEST, {self.chunks.write(c): len(c) for c in self.contents}
         )
 
@@ -59,12 +59,12 @@ class Bench:
         async def files() -> ChunkStore:
             return self.chunks
 
-        self.broadcasts = Broadcasts(self.mesh, files)
+        self.broadcasts = Broadcaster(self.mesh, files)
         self.core = Core(self.broadcasts)
         await self.mesh.join(self.core)
         self._left.push_async_callback(self.mesh.leave)
         self._left.push_async_callback(self.broadcasts.stop)
-        await self.broadcasts.publish(MANIFEST)
+        await self.broadcasts.set_version(MANIFEST)
 
     async def joined(
         self, name: str, kind: str, host: str, actor: Actor | None, **more: Any
@@ -76,20 +76,22 @@ class Bench:
 
     async def receiver(
         self, host: str, name: str = "engine", **more: int
-    ) -> tuple[Collective, ChunkStore]:
+    ) -> tuple[CollectiveTransport, ChunkStore]:
         """The way of an engine of a host, and that host's chunks."""
         mesh = await self.joined(f"{name}/{host}", "engine", host, None, **more)
         await mesh.join(None)
         self._left.push_async_callback(mesh.leave)
-        chunks = host_chunks.cache(mesh)
+        chunks = chunk_cache.open_cache(mesh)
         assert chunks is not None
-        return Collective(mesh, JOB), chunks
+        return CollectiveTransport(mesh, JOB), chunks
 
     def whole(self, chunks: ChunkStore) -> bool:
         """Whether all of the version is there, and right."""
-        digests = self.version.lacking
+        digests = self.version.missing
         there = all(chunks.has(d) for d in digests)
-        return there and all(digest_of(chunks.path(d).read_bytes()) == d for d in digests)
+        return there and all(
+            compute_digest(chunks.chunk_path(d).read_bytes()) == d for d in digests
+        )
 
 
 @asynccontextmanager

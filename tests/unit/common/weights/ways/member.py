@@ -10,15 +10,17 @@ import signal
 import sys
 from datetime import timedelta
 
-from meshrl.common.api.trainer import BroadcastPlace, Sender
-from meshrl.common.weights.ways.collective import BroadcastGroup
-from meshrl.common.weights.ways.meeting import store_at
+from meshrl.common.api.trainer import BroadcastPlan, BroadcastSender
+from meshrl.common.weights.transports.collective import BroadcastGroup
+from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
 
 print("ready", flush=True)
 told = json.loads(sys.stdin.readline())
-sender = Sender(**told["senders"][0])
-gathered = BroadcastPlace(**told | {"senders": [sender], "backend": "gloo"})
+sender = BroadcastSender(**told["senders"][0])
+gathered = BroadcastPlan(**told | {"senders": [sender], "backend": "gloo"})
 group = BroadcastGroup(gathered, sender, {"hostname": "127.0.0.1"})
-group.join(store_at(gathered.where, gathered.members, timedelta(seconds=gathered.wait_s)))
+group.join(
+    open_rendezvous_store(gathered.where, gathered.members, timedelta(seconds=gathered.wait_s))
+)
 next(group.receive(sender.chunks.values()))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -14,15 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.common.api.trainer import BroadcastPlace, Gather
+from meshrl.common.api.trainer import BroadcastPlan, BroadcastRequest
 from meshrl.common.base.errors import NotFound, PeerLost, StorageFull
 from meshrl.common.state import events
-from meshrl.common.weights.chunks.chunks import ChunkStore
-from meshrl.common.weights.store.host_chunks import WantedVersion
-from meshrl.common.weights.ways import bringing as module
-from meshrl.common.weights.ways import broadcasting
-from meshrl.common.weights.ways.bringing import EVENT, Bringing
-from meshrl.common.weights.ways.choosing import GAIN, LEAST_BYTES, LONGEST_REST, REST, Choosing
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.common.weights.transports import broadcaster
+from meshrl.common.weights.transports import version_fetcher as module
+from meshrl.common.weights.transports.selector import (
+    INITIAL_COOLDOWN_VERSIONS,
+    MAX_COOLDOWN_VERSIONS,
+    MIN_MEASURED_BYTES,
+    MIN_PREDICTED_GAIN,
+    TransportSelector,
+)
+from meshrl.common.weights.transports.version_fetcher import TRANSPORT_EVENT, VersionFetcher
 from tests.load import scaled
 from tests.unit.common.mesh.runtime.talking import until
 from tests.unit.common.weights.ways.bench import MANIFEST, Bench, benched
@@ -42,18 +48,18 @@ class FromFolder:
     async def publish(self, manifest: str) -> None:
         """The folder is there."""
 
-    async def receive(self, version: WantedVersion, into: ChunkStore) -> None:
+    async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
         self.received += 1
-        for number, digest in enumerate(version.lacking):
+        for number, digest in enumerate(version.missing):
             if number == self.breaks_after:
                 raise PeerLost("a member was lost")
             await asyncio.sleep(self.s_per_chunk)
-            into.write(self._source.read(digest))
+            target_store.write(self._source.read(digest))
 
 
-def brought(bench: Bench, how: str = "auto") -> tuple[Bringing, FromFolder, FromFolder]:
+def brought(bench: Bench, how: str = "auto") -> tuple[VersionFetcher, FromFolder, FromFolder]:
     plain, other = FromFolder("pull", bench.chunks), FromFolder("collective", bench.chunks)
-    return Bringing(bench.mesh, [plain, other], how), plain, other
+    return VersionFetcher(bench.mesh, [plain, other], how), plain, other
 
 
 @pytest.mark.parametrize("how", ["pull", "collective"])
@@ -62,10 +68,10 @@ async def test_the_way_that_the_job_names_is_taken(tmp_path: Path, how: str) -> 
         bringing, plain, other = brought(bench, how)
         for number in range(4):
             into = ChunkStore(tmp_path / f"into{number}")
-            await bringing.bring(bench.version, into)
+            await bringing.fetch(bench.version, into)
             assert bench.whole(into)
         assert (plain.received, other.received) == ((4, 0) if how == "pull" else (0, 4))
-        assert (bringing.last or {})["way"] == how
+        assert (bringing.last_report or {})["way"] == how
 
 
 async def test_what_a_way_does_not_bring_comes_by_the_plainest(tmp_path: Path) -> None:
@@ -73,127 +79,137 @@ async def test_what_a_way_does_not_bring_comes_by_the_plainest(tmp_path: Path) -
         bringing, plain, other = brought(bench, "collective")
         other.breaks_after = 2
         into = ChunkStore(tmp_path / "into")
-        await bringing.bring(bench.version, into)
+        await bringing.fetch(bench.version, into)
         assert bench.whole(into) and (plain.received, other.received) == (1, 1)
-        told = bringing.last or {}
+        told = bringing.last_report or {}
         assert "a member was lost" in told["verdict"] and told["way"] == "collective"
-        (event,) = [e for e in await events.read_all(bench.state) if e.kind == EVENT]
+        (event,) = [e for e in await events.read_all(bench.state) if e.kind == TRANSPORT_EVENT]
         assert event.fields["verdict"] == told["verdict"] and event.fields["host"] == "one"
 
 
 async def test_a_slow_network_keeps_to_pulling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FAST", 1e12)
+    monkeypatch.setattr(module, "FAST_BYTES_PER_S", 1e12)
     async with benched(tmp_path) as bench:
         bringing, _, other = brought(bench)
         for number in range(5):
-            await bringing.bring(bench.version, ChunkStore(tmp_path / f"into{number}"))
+            await bringing.fetch(bench.version, ChunkStore(tmp_path / f"into{number}"))
         assert other.received == 0
 
 
 async def test_a_faster_way_is_found_and_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FAST", 1.0)
+    monkeypatch.setattr(module, "FAST_BYTES_PER_S", 1.0)
     async with benched(tmp_path) as bench:
         bringing, plain, other = brought(bench)
         plain.s_per_chunk = scaled(0.2)  # of five chunks; the other copies them within milliseconds
         for number in range(5):
             into = ChunkStore(tmp_path / f"into{number}")
-            await bringing.bring(bench.version, into)
+            await bringing.fetch(bench.version, into)
             assert bench.whole(into)
         assert (plain.received, other.received) == (2, 3)
-        assert (bringing.last or {})["verdict"].startswith("it took")
-        ways = [e.fields["way"] for e in await events.read_all(bench.state) if e.kind == EVENT]
+        assert (bringing.last_report or {})["verdict"].startswith("it took")
+        ways = [
+            e.fields["way"] for e in await events.read_all(bench.state) if e.kind == TRANSPORT_EVENT
+        ]
         assert ways == ["pull", "collective"]
 
 
 async def test_what_the_store_lacks_is_said_as_it_is(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
         bringing, _, _ = brought(bench)
-        bench.chunks.path(next(iter(bench.version.lacking))).unlink()
+        bench.chunks.chunk_path(next(iter(bench.version.missing))).unlink()
         with pytest.raises(NotFound):
-            await bringing.bring(bench.version, ChunkStore(tmp_path / "into"))
+            await bringing.fetch(bench.version, ChunkStore(tmp_path / "into"))
 
 
-def take(choosing: Choosing, rates: dict[str, float], size: int = SIZE) -> str:
+def take(choosing: TransportSelector, rates: dict[str, float], size: int = SIZE) -> str:
     """One version, of which each way brings so many bytes a second; the way that was chosen."""
     choice = choosing.choose(size, WAYS)
-    choosing.happened(choice, size, size / rates[choice.way])
-    return choice.way
+    choosing.record_success(choice, size, size / rates[choice.transport])
+    return choice.transport
 
 
 def test_the_plainest_way_is_measured_before_another_is_tried() -> None:
-    choosing, rates = Choosing(), {"pull": 1e9, "collective": 3e9}
+    choosing, rates = TransportSelector(), {"pull": 1e9, "collective": 3e9}
     assert [take(choosing, rates) for _ in range(6)] == ["pull"] * 2 + ["collective"] * 4
-    assert choosing.usual == "collective"
-    assert choosing.rates()["collective"] == 3e9
+    assert choosing.current_transport == "collective"
+    assert choosing.rates_bytes_per_s()["collective"] == 3e9
 
 
 def test_a_change_that_does_not_pay_is_undone_and_tried_ever_more_rarely() -> None:
-    choosing, rates = Choosing(), {"pull": 1e9, "collective": 1e9}
+    choosing, rates = TransportSelector(), {"pull": 1e9, "collective": 1e9}
     taken = [take(choosing, rates) for _ in range(400)]
-    assert taken.count("collective") == 1 and choosing.usual in ("", "pull")
-    choosing = Choosing()
+    assert taken.count("collective") == 1 and choosing.current_transport in ("", "pull")
+    choosing = TransportSelector()
     tries = []
     for number in range(2000):
         choice = choosing.choose(SIZE, WAYS)
-        if choice.instead_of:
+        if choice.replaced_transport:
             tries.append(number)
-            choosing.failed(choice, "a member was lost")
+            choosing.record_failure(choice, "a member was lost")
         else:
-            choosing.happened(choice, SIZE, 1.0)
+            choosing.record_success(choice, SIZE, 1.0)
     rests = [later - earlier for earlier, later in pairwise(tries)]
-    assert rests[0] == REST + 1 and rests == sorted(rests) and rests[-1] == LONGEST_REST + 1
+    assert (
+        rests[0] == INITIAL_COOLDOWN_VERSIONS + 1
+        and rests == sorted(rests)
+        and rests[-1] == MAX_COOLDOWN_VERSIONS + 1
+    )
 
 
 def test_what_follows_is_told_with_figures() -> None:
-    choosing = Choosing()
+    choosing = TransportSelector()
     for _ in range(2):
         first = choosing.choose(SIZE, WAYS)
-        assert choosing.happened(first, SIZE, 2.0) == "it took 2 s"
-    assert "not known yet" in first.why
+        assert choosing.record_success(first, SIZE, 2.0) == "it took 2 s"
+    assert "not known yet" in first.reason
     change = choosing.choose(SIZE, WAYS)
-    assert (change.way, change.instead_of, change.otherwise_s) == ("collective", "pull", 2.0)
-    assert choosing.happened(change, SIZE, 1.9) == "it took 1.9 s instead of 2 s: undone"
+    assert (change.transport, change.replaced_transport, change.replaced_predicted_s) == (
+        "collective",
+        "pull",
+        2.0,
+    )
+    assert choosing.record_success(change, SIZE, 1.9) == "it took 1.9 s instead of 2 s: undone"
     stays = choosing.choose(SIZE, WAYS)
-    assert stays.way == "pull" and stays.predicted_s == 2.0
-    assert "1.9 s by collective, which rests for 3 versions more" in stays.why
+    assert stays.transport == "pull" and stays.predicted_s == 2.0
+    assert "1.9 s by collective, which rests for 3 versions more" in stays.reason
 
 
 def test_a_network_that_changes_is_followed() -> None:
-    choosing = Choosing()
+    choosing = TransportSelector()
     for _ in range(10):
         take(choosing, {"pull": 1e9, "collective": 4e9})
-    assert choosing.usual == "collective"
+    assert choosing.current_transport == "collective"
     slow = {"pull": 1e9, "collective": 0.1e9}
     taken = [take(choosing, slow) for _ in range(10)]
-    assert taken[-1] == "pull" and choosing.usual == "pull"
+    assert taken[-1] == "pull" and choosing.current_transport == "pull"
 
 
 def test_small_versions_and_single_ways_leave_no_choice() -> None:
-    choosing = Choosing()
+    choosing = TransportSelector()
     for _ in range(5):
-        assert take(choosing, {"pull": 1e9, "collective": 9e9}, LEAST_BYTES - 1) == "pull"
-    assert not choosing.rates()
-    assert "no other way" in choosing.choose(SIZE, ["pull"]).why
+        assert take(choosing, {"pull": 1e9, "collective": 9e9}, MIN_MEASURED_BYTES - 1) == "pull"
+    assert not choosing.rates_bytes_per_s()
+    assert "no other way" in choosing.choose(SIZE, ["pull"]).reason
 
 
 @given(
     pull=st.floats(1e7, 1e10),
     collective=st.floats(1e7, 1e10),
-    sizes=st.lists(st.integers(LEAST_BYTES, 64 << 30), min_size=40, max_size=60),
+    sizes=st.lists(st.integers(MIN_MEASURED_BYTES, 64 << 30), min_size=40, max_size=60),
 )
 def test_with_steady_rates_it_ends_within_the_gain_of_the_best_way(
     pull: float, collective: float, sizes: list[int]
 ) -> None:
     """Beside the one trial, which costs what that way takes."""
-    choosing, rates = Choosing(), {"pull": pull, "collective": collective}
+    choosing, rates = TransportSelector(), {"pull": pull, "collective": collective}
     taken = [take(choosing, rates, size) for size in sizes]
     settled = taken[10:]
     best = max(rates, key=lambda way: rates[way])
-    if rates[best] * (1 - GAIN) > min(rates.values()) * 1.0001:
+    if rates[best] * (1 - MIN_PREDICTED_GAIN) > min(rates.values()) * 1.0001:
         assert set(settled) == {best}
     assert len(set(settled)) == 1
 
@@ -201,7 +217,8 @@ def test_with_steady_rates_it_ends_within_the_gain_of_the_best_way(
 @pytest.fixture(autouse=True)
 def window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give receivers of a busy machine longer to ask, within the deadline of their call."""
-    monkeypatch.setattr(broadcasting, "WINDOW_S", min(3.0, scaled(broadcasting.WINDOW_S)))
+    window_s = min(3.0, scaled(broadcaster.GROUPING_WINDOW_S))
+    monkeypatch.setattr(broadcaster, "GROUPING_WINDOW_S", window_s)
 
 
 async def test_all_hosts_that_ask_get_every_chunk(tmp_path: Path) -> None:
@@ -210,7 +227,7 @@ async def test_all_hosts_that_ask_get_every_chunk(tmp_path: Path) -> None:
         await asyncio.gather(*(way.receive(bench.version, into) for way, into in hosts))
         assert all(bench.whole(into) for _, into in hosts)
         assert bench.mesh.telemetry.counters["broadcasts"] == 1
-        assert bench.mesh.telemetry.counters["broadcast_bytes"] == bench.version.bytes
+        assert bench.mesh.telemetry.counters["broadcast_bytes"] == bench.version.missing_bytes
         left = [p.name for _, into in hosts for p in into.directory.rglob(".*.*")]
         assert not left, "files in the making"
 
@@ -225,12 +242,12 @@ async def test_one_process_of_a_host_receives_and_the_others_find_it_there(tmp_p
 async def test_each_host_is_sent_what_another_lacks_and_keeps_what_it_lacks(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
         (one, ones), (other, others) = await bench.receiver("one_"), await bench.receiver("other")
-        digests = list(bench.version.lacking)
-        some = {d: bench.version.lacking[d] for d in digests[:3]}
-        rest = {d: bench.version.lacking[d] for d in digests[2:]}
+        digests = list(bench.version.missing)
+        some = {d: bench.version.missing[d] for d in digests[:3]}
+        rest = {d: bench.version.missing[d] for d in digests[2:]}
         await asyncio.gather(
-            one.receive(replace(bench.version, lacking=some), ones),
-            other.receive(replace(bench.version, lacking=rest), others),
+            one.receive(replace(bench.version, missing=some), ones),
+            other.receive(replace(bench.version, missing=rest), others),
         )
         assert [ones.has(d) for d in digests] == [True, True, True, False, False]
         assert [others.has(d) for d in digests] == [False, False, True, True, True]
@@ -238,7 +255,7 @@ async def test_each_host_is_sent_what_another_lacks_and_keeps_what_it_lacks(tmp_
 
 async def test_old_chunks_make_room_in_the_hosts_cache(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
-        size = bench.version.bytes
+        size = bench.version.missing_bytes
         way, into = await bench.receiver("far", chunks_bytes=size + 1000)
         old = into.write(b"old" * 5000)
         await way.receive(bench.version, into)
@@ -252,39 +269,41 @@ async def test_old_chunks_make_room_in_the_hosts_cache(tmp_path: Path) -> None:
 async def test_another_version_than_the_published_one_is_left_to_other_ways(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
         way, into = await bench.receiver("far")
-        await way.receive(replace(bench.version, manifest="6" * 32), into)
-        assert not any(into.has(d) for d in bench.version.lacking)
-        await bench.broadcasts.publish("6" * 32)
-        await way.receive(replace(bench.version, manifest="6" * 32), into)
+        await way.receive(replace(bench.version, manifest_digest="6" * 32), into)
+        assert not any(into.has(d) for d in bench.version.missing)
+        await bench.broadcasts.set_version("6" * 32)
+        await way.receive(replace(bench.version, manifest_digest="6" * 32), into)
         assert bench.whole(into)
 
 
 async def test_who_comes_when_a_broadcast_has_begun_is_told_at_once(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
-        asked = Gather(MANIFEST, dict(bench.version.lacking))
-        first = await bench.broadcasts.gather(asked)  # nobody comes to meet it: it still waits
+        asked = BroadcastRequest(MANIFEST, dict(bench.version.missing))
+        first = await bench.broadcasts.join_broadcast(
+            asked
+        )  # nobody comes to meet it: it still waits
         assert first.where and first.members == 2
-        assert await bench.broadcasts.gather(asked) == BroadcastPlace()
+        assert await bench.broadcasts.join_broadcast(asked) == BroadcastPlan()
 
 
 async def test_what_the_core_does_not_have_is_left_to_other_ways(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
-        lost, *there = bench.version.lacking
-        bench.chunks.path(lost).unlink()
+        lost, *there = bench.version.missing
+        bench.chunks.chunk_path(lost).unlink()
         way, into = await bench.receiver("far")
         await way.receive(bench.version, into)
         assert [into.has(d) for d in (lost, *there)] == [False] + [True] * len(there)
         for digest in there:
-            bench.chunks.path(digest).unlink()
+            bench.chunks.chunk_path(digest).unlink()
         empty, nothing = await bench.receiver("farther")
         await empty.receive(bench.version, nothing)
-        assert not any(nothing.has(d) for d in bench.version.lacking)
+        assert not any(nothing.has(d) for d in bench.version.missing)
 
 
 async def test_a_chunk_that_is_damaged_at_the_core_is_not_kept(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
-        wrong, *right = bench.version.lacking
-        path = bench.chunks.path(wrong)
+        wrong, *right = bench.version.missing
+        path = bench.chunks.chunk_path(wrong)
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
         way, into = await bench.receiver("far")
         await way.receive(bench.version, into)
@@ -304,8 +323,8 @@ async def test_a_member_that_is_killed_ends_it_for_all_and_what_came_stays(
         )
         assert stranger.stdin is not None and stranger.stdout is not None
         assert await stranger.stdout.readline() == b"ready\n"  # it takes seconds to load torch
-        asked = Gather(MANIFEST, dict(bench.version.lacking))
-        joining = asyncio.create_task(bench.broadcasts.gather(asked))
+        asked = BroadcastRequest(MANIFEST, dict(bench.version.missing))
+        joining = asyncio.create_task(bench.broadcasts.join_broadcast(asked))
         receiving = asyncio.create_task(way.receive(bench.version, into))
         told = await joining
         assert told.members == 3
@@ -325,11 +344,11 @@ async def test_a_member_that_is_killed_ends_it_for_all_and_what_came_stays(
 async def test_a_member_that_never_comes_keeps_the_others_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broadcasting, "WAIT_S", min(5.0, scaled(1.0)))
+    monkeypatch.setattr(broadcaster, "MEMBER_TIMEOUT_S", min(5.0, scaled(1.0)))
     async with benched(tmp_path) as bench:
         way, into = await bench.receiver("far")
-        asked = Gather(MANIFEST, dict(bench.version.lacking))
-        absent = asyncio.create_task(bench.broadcasts.gather(asked))
+        asked = BroadcastRequest(MANIFEST, dict(bench.version.missing))
+        absent = asyncio.create_task(bench.broadcasts.join_broadcast(asked))
         async with asyncio.timeout(scaled(20.0)):
             with pytest.raises(PeerLost):
                 await way.receive(bench.version, into)
@@ -338,8 +357,8 @@ async def test_a_member_that_never_comes_keeps_the_others_for_a_bounded_time(
 
 async def test_a_core_that_ends_ends_its_broadcast(tmp_path: Path) -> None:
     async with benched(tmp_path) as bench:
-        asked = Gather(MANIFEST, dict(bench.version.lacking))
-        told = asyncio.create_task(bench.broadcasts.gather(asked))
+        asked = BroadcastRequest(MANIFEST, dict(bench.version.missing))
+        told = asyncio.create_task(bench.broadcasts.join_broadcast(asked))
         await asyncio.sleep(0.05)
         await bench.broadcasts.stop()
-        assert await told == BroadcastPlace()
+        assert await told == BroadcastPlan()

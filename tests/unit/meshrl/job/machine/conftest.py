@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.job.loaded import Check, JobFile
+from meshrl.job.job_file import Check, JobFile
 from tests.unit.meshrl.job.conftest import SMALL, Given
 
 

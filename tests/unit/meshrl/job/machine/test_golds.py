@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from meshrl.common.base.errors import MeshError, Refused
-from meshrl.common.base.files.at_url import AtUrl
+from meshrl.common.base.files.remote_directory import RemoteDirectory
 from meshrl.common.job.config import JobConfig
-from meshrl.directory.claims import claimed
-from meshrl.job.checks.machine import all_checks
-from meshrl.job.checks.machine.rows import golds, graded
+from meshrl.directory.run_claims import claim_run_directory
+from meshrl.job.checks.host import all_checks
+from meshrl.job.checks.host.rows import gold_answers, gradable_tests
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
 DIGITS = r"reward.options={pattern='#(?P<answer>[0-9]+)'}"
@@ -35,10 +35,10 @@ def answered(place: Path) -> Path:
 
 def test_usable_golds_pass(answered: Path) -> None:
     write(answered, 1, "Paris", choices=["London", "Paris"])
-    golds.usable(read(answered, "reward.use=choice"))
+    gold_answers.check_golds(read(answered, "reward.use=choice"))
     write(answered, None)
-    golds.usable(read(answered, "reward.use=regex", "reward.options={pattern='B'}"))
-    golds.usable(read(answered))
+    gold_answers.check_golds(read(answered, "reward.use=regex", "reward.options={pattern='B'}"))
+    gold_answers.check_golds(read(answered))
 
 
 def test_the_inside_of_a_patterns_group_is_found() -> None:
@@ -51,7 +51,7 @@ def test_the_inside_of_a_patterns_group_is_found() -> None:
         r"(\d+)": "",
     }
     for pattern, source in sources.items():
-        assert golds.group_source(pattern) == source
+        assert gold_answers.extract_group_source(pattern) == source
 
 
 CODE = ["reward.use=code_tests"]
@@ -76,28 +76,28 @@ def code(place: Path) -> Path:
 
 def test_the_share_of_each_runner_is_told(code: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tests(code, STDIN, CALLS, CALLS, PYTHON, PYTHON, LOGGED)
-    graded.graded(read(code, *CODE))
+    gradable_tests.check_tests(read(code, *CODE))
     assert capsys.readouterr().err == "tests: 7 rows: stdin 2, calls 2, isolated 2, pytest 1\n"
-    graded.graded(read(code, *CODE, "reward.options.runner=pytest"))
+    gradable_tests.check_tests(read(code, *CODE, "reward.options.runner=pytest"))
     assert "stdin 2, calls 2, pytest 3\n" in capsys.readouterr().err
 
 
 def test_all_rows_are_told_of_but_few_shown(code: Path) -> None:
     write_tests(code, *[[]] * 8, STDIN)
     write_tests(code, PYTHON, LOGGED, name="held.jsonl")
-    said = refusal(graded.graded, code, *CODE, "reward.options.runner=isolated")
+    said = refusal(gradable_tests.check_tests, code, *CODE, "reward.options.runner=isolated")
     assert "9 rows have tests" in said and "line 5: " in said and "line 6: " not in said
     assert "and 4 more rows" in said
     write_tests(code, STDIN)
-    said = refusal(graded.graded, code, *CODE, "reward.options.runner=isolated")
+    said = refusal(gradable_tests.check_tests, code, *CODE, "reward.options.runner=isolated")
     assert "held.jsonl, line 2: the runner isolated cannot run: fixture caplog" in said
 
 
 def test_what_the_jobs_interpreter_has_is_asked_of_it(code: Path) -> None:
     write_tests(code, "import pluggy\ndef test_f(caplog, nobody): pass")
-    graded.graded(read(code, *CODE, f"sandbox.python={sys.executable}"))
+    gradable_tests.check_tests(read(code, *CODE, f"sandbox.python={sys.executable}"))
     write_tests(code, "import pluggy_no\ndef test_f(caplog): pass")
-    said = refusal(graded.graded, code, *CODE, f"sandbox.python={sys.executable}")
+    said = refusal(gradable_tests.check_tests, code, *CODE, f"sandbox.python={sys.executable}")
     assert "jails have no pluggy_no" in said
 
 
@@ -105,7 +105,7 @@ def test_more_rows_than_there_is_time_for_are_said(
     code: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tests(code, *[PYTHON + f"# {i}\n" for i in range(3000)])
-    graded.graded(read(code, *CODE), look_s=0.1)
+    gradable_tests.check_tests(read(code, *CODE), time_limit_s=0.1)
     said = capsys.readouterr().err
     assert said.startswith("tests: the first ")
     assert said.endswith("; those behind them are looked at when they are graded\n")
@@ -116,9 +116,9 @@ def test_our_pytest_is_lent_only_to_an_interpreter_that_runs_it(code: Path, tmp_
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
     bare.chmod(0o755)
-    graded.graded(read(code, *CODE, f"sandbox.python={bare}"))
+    gradable_tests.check_tests(read(code, *CODE, f"sandbox.python={bare}"))
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -c "raise SystemExit(3)"\n')
-    said = refusal(graded.graded, code, *CODE, f"sandbox.python={bare}")
+    said = refusal(gradable_tests.check_tests, code, *CODE, f"sandbox.python={bare}")
     assert "fixture caplog; there is no pytest for the runner pytest" in said
 
 
@@ -134,10 +134,10 @@ def test_a_url_that_cannot_be_written_is_refused_before_anything_starts(
         (f"simplecache::file://me:secret@{tmp_path}/out", "a chain of URLs"),
     ):
         with pytest.raises(MeshError, match=why) as caught:
-            all_checks.writable(read(place, f'out="{url}"'))
+            all_checks.check_urls_writable(read(place, f'out="{url}"'))
         assert "secret" not in str(caught.value)
     url = f"file://{tmp_path}/new/out"
-    all_checks.writable(read(place, f'out="{url}"'))
+    all_checks.check_urls_writable(read(place, f'out="{url}"'))
     assert list((tmp_path / "new/out").iterdir()) == []
 
 
@@ -146,10 +146,10 @@ def test_a_url_where_a_run_lies_is_no_new_ones(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = JobConfig(out=f"file://{tmp_path}/out")
-    with claimed(config, False) as claim:  # nothing is there yet
+    with claim_run_directory(config, False) as claim:  # nothing is there yet
         assert claim.directory == tmp_path / "runs/job"
-    AtUrl(config.out, "out", "it").place_content("job.json", b"a run")
-    with pytest.raises(Refused, match="a run lies at"), claimed(config, False):
+    RemoteDirectory(config.out, "out", "it").write_file("job.json", b"a run")
+    with pytest.raises(Refused, match="a run lies at"), claim_run_directory(config, False):
         pass
-    with claimed(config, True) as claim:
+    with claim_run_directory(config, True) as claim:
         assert claim.directory == tmp_path / "runs/job"

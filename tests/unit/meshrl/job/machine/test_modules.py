@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from meshrl.cli import app
 from meshrl.common.base.errors import ConfigError
-from meshrl.common.mesh.process.handle import usage_of
-from meshrl.job import jobfile
-from meshrl.job.checks.machine import all_checks as checks
-from meshrl.job.checks.machine import modules
-from meshrl.job.toml.writing import to_toml
+from meshrl.common.mesh.process.child_handle import read_process_usage
+from meshrl.job import job_reader
+from meshrl.job.checks.host import all_checks as checks
+from meshrl.job.checks.host import module_imports
+from meshrl.job.toml.writer import to_toml
 from meshrl.launch.checks import mesh_checks
 from tests.load import scaled
 from tests.unit.meshrl.job.machine.conftest import read, refusal
@@ -46,7 +46,7 @@ def write(place: Path, name: str, text: str) -> None:
 
 
 def said(place: Path, *overrides: str) -> str:
-    found = refusal(modules.imported, place, *overrides)
+    found = refusal(module_imports.check_imports, place, *overrides)
     assert "meshrl-trial" not in found  # the author's own files are named, not their copies
     return found
 
@@ -54,7 +54,7 @@ def said(place: Path, *overrides: str) -> str:
 def test_modules_that_work_are_accepted(place: Path) -> None:
     write(place, "rewards.py", "import rooms\n\ndef score(row, turns): ...\n")
     write(place, "rooms.py", ROOM)
-    modules.imported(read(place, "environment.use=rooms:room"))
+    module_imports.check_imports(read(place, "environment.use=rooms:room"))
 
 
 def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path) -> None:
@@ -64,7 +64,7 @@ def test_an_import_that_does_not_end_is_killed_and_says_where_it_was(place: Path
         "import time\n\ndef score(row, turns): ...\n\nwhile True:\n    time.sleep(0.01)\n",
     )
     import_s = round(scaled(1.5), 1)  # in which its process starts
-    found = refusal(partial(modules.imported, import_s=import_s), place)
+    found = refusal(partial(module_imports.check_imports, import_timeout_s=import_s), place)
     assert f"importing rewards:score did not end within {import_s:g} s" in found
     assert f"it is at {place.parent}/rewards.py, line " in found
 
@@ -86,17 +86,17 @@ def test_what_the_modules_print_and_start_is_not_the_command_lines(
         def score(row, turns): ...
         """,
     )
-    modules.imported(read(place))
+    module_imports.check_imports(read(place))
     assert capfd.readouterr() == ("", "")
     own, *children = map(int, (place.parent / "child").read_text().split())
     assert own != os.getpid() and len(children) == 2
-    assert not any(map(usage_of, children))
+    assert not any(map(read_process_usage, children))
 
 
 def test_an_environment_is_opened_on_the_first_row_of_each_dataset(place: Path) -> None:
     write(place, "rooms.py", ROOM)
     use = "environment.use=rooms:room"
-    modules.imported(read(place, use))
+    module_imports.check_imports(read(place, use))
     write(place, "held.jsonl", '{"question": "1"}\n')
     assert (
         "KeyError: 'prompt', of " in (found := said(place, use)) and "held.jsonl, line 1" in found
@@ -119,7 +119,7 @@ def test_who_waits_for_an_import_is_told_where_it_is(
     quiet_s = scaled(0.7)
     text = f"import time\n\ntime.sleep({2 * quiet_s})\n\ndef score(row, turns): ...\n"
     write(place, "rewards.py", text)
-    modules.imported(read(place), quiet_s=quiet_s)
+    module_imports.check_imports(read(place), notice_after_s=quiet_s)
     told = capfd.readouterr().err
     assert "importing rewards:score takes its time" in told
     assert f"it is at {place.parent}/rewards.py, line 3" in told and told.count("\n") == 1
@@ -150,9 +150,9 @@ def test_every_problem_is_said_at_once_and_nothing_is_left(
 
 def test_a_job_that_is_submitted_needs_no_place_to_listen(place: Path) -> None:
     job = read(place, "mesh.bind=tcp://192.0.2.1:*")
-    checks.check(job)
+    checks.check_host(job)
     with pytest.raises(ConfigError, match="192"):
-        mesh_checks.check(job)
+        mesh_checks.check_job_and_mesh(job)
 
 
 def test_submit_checks_before_it_looks_for_a_mesh(place: Path) -> None:
@@ -163,12 +163,12 @@ def test_submit_checks_before_it_looks_for_a_mesh(place: Path) -> None:
 @pytest.mark.parametrize("name", ["calculator", "chat", "code"])
 def test_a_dry_run_prints_a_job_file_that_is_the_same_job(name: str, tmp_path: Path) -> None:
     file = EXAMPLES / f"{name}.toml"
-    config, _ = jobfile.load(file, [])
-    text = to_toml(config.document())
+    config, _ = job_reader.load_config(file, [])
+    text = to_toml(config.to_document())
     for module in EXAMPLES.glob("*.py"):
         (tmp_path / module.name).symlink_to(module)
     (tmp_path / "job.toml").write_text(text)
-    again, _ = jobfile.load(tmp_path / "job.toml", [])
+    again, _ = job_reader.load_config(tmp_path / "job.toml", [])
     assert again == config
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from meshrl.common.base.errors import ConfigError, MeshError, StateUnavailable
-from meshrl.common.state.redis import embedded
-from meshrl.common.state.redis.client import State
-from meshrl.job.checks.machine import all_checks
-from meshrl.job.model_files import size
-from meshrl.launch.checks import addresses, redis_server
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.job.checks.host import all_checks
+from meshrl.job.model_files import count_parameters
+from meshrl.launch.checks import address_checks, redis_checks
 from tests.load import scaled
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
@@ -27,7 +27,7 @@ PASSWORD = "sesame-sesame"
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The socket of a server that wants a password."""
     place = tmp_path_factory.mktemp("redis")
-    server = embedded.command(place)
+    server = embedded_server.prepare_server(place)
     with subprocess.Popen(
         [*server.argv, "--requirepass", PASSWORD], stdout=subprocess.DEVNULL
     ) as process:
@@ -37,7 +37,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         async def ready() -> None:
             while True:
                 try:
-                    state = await State.open(open_url, connect_s=2)
+                    state = await StateClient.open(open_url, connect_timeout_s=2)
                 except StateUnavailable:
                     continue
                 return await state.close()
@@ -50,7 +50,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def refused_server(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
     monkeypatch.setenv("MESHRL_REDIS_URL", url)
     with pytest.raises((ConfigError, StateUnavailable)) as caught:
-        redis_server.usable()
+        redis_checks.require_usable_redis()
     said = str(caught.value)
     assert said.startswith("$MESHRL_REDIS_URL: ") and "\n" not in said and caught.value.fix
     assert PASSWORD not in said and "wrong-word" not in said
@@ -59,9 +59,9 @@ def refused_server(monkeypatch: pytest.MonkeyPatch, url: str) -> MeshError:
 
 def test_a_server_that_answers_is_fine(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHRL_REDIS_URL", f"unix://:{PASSWORD}@{guarded}")
-    redis_server.usable()
+    redis_checks.require_usable_redis()
     monkeypatch.delenv("MESHRL_REDIS_URL")
-    redis_server.usable()  # there is one to start
+    redis_checks.require_usable_redis()  # there is one to start
 
 
 @pytest.mark.parametrize(
@@ -128,50 +128,58 @@ def test_a_database_that_is_not_there_is_quoted(
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:*", "tcp://0.0.0.0:*", "tcp://localhost:*"])
 def test_addresses_of_this_host_are_fine(place: Path, endpoint: str) -> None:
-    addresses.bind(read(place, f"mesh.bind={endpoint}"))
+    address_checks.check_bind_address(read(place, f"mesh.bind={endpoint}"))
 
 
 def test_an_address_of_another_host_is_refused(place: Path) -> None:
-    said = refusal(addresses.bind, place, "mesh.bind=tcp://192.0.2.1:*")  # of no host: RFC 5737
+    said = refusal(
+        address_checks.check_bind_address, place, "mesh.bind=tcp://192.0.2.1:*"
+    )  # of no host: RFC 5737
     assert "no process can listen at 'tcp://192.0.2.1:*'" in said and "127.0.0.1" in said
-    assert "192.0.2.1" in refusal(addresses.metrics, place, "mesh.metrics=192.0.2.1:*")
+    assert "192.0.2.1" in refusal(
+        address_checks.check_metrics_ports, place, "mesh.metrics=192.0.2.1:*"
+    )
 
 
 def test_one_port_is_too_few_for_the_processes_of_a_mesh(place: Path) -> None:
-    said = refusal(addresses.bind, place, "mesh.bind=tcp://127.0.0.1:5555")
+    said = refusal(address_checks.check_bind_address, place, "mesh.bind=tcp://127.0.0.1:5555")
     assert "names one port" in said and "Write * in place of the port" in said
 
 
 def test_a_range_with_too_few_ports_says_how_many_are_needed() -> None:
-    addresses.room("tcp://127.0.0.1:*", 12)
-    addresses.room("tcp://127.0.0.1:29400-29900", 12)
+    address_checks.require_free_ports("tcp://127.0.0.1:*", 12)
+    address_checks.require_free_ports("tcp://127.0.0.1:29400-29900", 12)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"0 of the 1 ports .* take 12") as caught:
-            addresses.room(f"tcp://127.0.0.1:{port}-{port}", 12)
+            address_checks.require_free_ports(f"tcp://127.0.0.1:{port}-{port}", 12)
     assert "LOW-HIGH" in caught.value.fix
 
 
 def test_metrics_take_a_free_port_for_each_process(place: Path) -> None:
-    addresses.metrics(read(place, "mesh.metrics=off"))
-    addresses.metrics(read(place))
+    address_checks.check_metrics_ports(read(place, "mesh.metrics=off"))
+    address_checks.check_metrics_ports(read(place))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = refusal(addresses.metrics, place, f"mesh.metrics=127.0.0.1:{port}")
+        said = refusal(address_checks.check_metrics_ports, place, f"mesh.metrics=127.0.0.1:{port}")
     assert "has 0 free ports" in said and "12 processes" in said and "HOST:*" in said
-    assert "free ports" in refusal(addresses.metrics, place, "mesh.metrics=127.0.0.1:29400-29402")
-    addresses.metrics(read(place, "mesh.metrics=127.0.0.1:29400-29900"))
+    assert "free ports" in refusal(
+        address_checks.check_metrics_ports, place, "mesh.metrics=127.0.0.1:29400-29402"
+    )
+    address_checks.check_metrics_ports(read(place, "mesh.metrics=127.0.0.1:29400-29900"))
 
 
 GIB = 1 << 30
 
 
 def test_versions_that_a_run_has_at_a_time_must_have_room(place: Path) -> None:
-    of_one = size(read(place).config) * 4 / GIB
+    of_one = count_parameters(read(place).config) * 4 / GIB
     terms = ("budget.steps=40", "training.keep_checkpoints=2", "training.checkpoint_every=4")
-    said = refusal(all_checks.quota, place, *terms, f"weights.quota_gb={3.9 * of_one}")
+    said = refusal(
+        all_checks.check_weights_quota, place, *terms, f"weights.quota_gb={3.9 * of_one}"
+    )
     assert "too few for 4 versions" in said and "training.keep_checkpoints" in said
-    all_checks.quota(read(place, *terms, f"weights.quota_gb={4 * of_one}"))
+    all_checks.check_weights_quota(read(place, *terms, f"weights.quota_gb={4 * of_one}"))
     half = (f"weights.quota_gb={2 * of_one}", 'rollout.dtype="bfloat16"')
-    all_checks.quota(read(place, *terms, *half))
-    all_checks.quota(read(place, *terms))
+    all_checks.check_weights_quota(read(place, *terms, *half))
+    all_checks.check_weights_quota(read(place, *terms))

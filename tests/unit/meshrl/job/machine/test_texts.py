@@ -9,9 +9,9 @@ import pytest
 from tokenizers import AddedToken, Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from meshrl.job import jobfile
-from meshrl.job.checks.machine import modules, tokens
-from meshrl.job.checks.machine.rows import prompts, texts
+from meshrl.job import job_reader
+from meshrl.job.checks.host import module_imports, tokens
+from meshrl.job.checks.host.rows import prompt_lengths, tokenized_texts
 from tests.unit.meshrl.conftest import SHAPE
 from tests.unit.meshrl.job.machine.conftest import read, refusal
 
@@ -45,37 +45,37 @@ def write(place: Path, *rows: object) -> None:
 
 def test_characters_that_the_tokenizer_replaces_are_named_by_row(rows: Path) -> None:
     write(rows, {"prompt": "1+1=?"}, *({"prompt": f"1+{n}=x好"} for n in range(5)))
-    said = refusal(texts.written, rows)
+    said = refusal(tokenized_texts.check_texts, rows)
     assert "drops or replaces characters: " in said and "train.jsonl, line 2: " in said
     assert "'好'" in said and "'x'" in said and "and 2 more rows" in said
     write(rows, {"prompt": "1+1=?"})
-    texts.written(read(rows))
+    tokenized_texts.check_texts(read(rows))
 
 
 def test_special_tokens_without_a_chat_take_a_choice(rows: Path) -> None:
     write(rows, {"prompt": "1+1="}, {"prompt": "1<e>"})
-    said = refusal(texts.written, rows)
+    said = refusal(tokenized_texts.check_texts, rows)
     assert "train.jsonl, line 2: '<e>'" in said and "environment.special_tokens" in said
     for choice in ("anywhere", "template"):
-        texts.written(read(rows, f"environment.special_tokens={choice}"))
+        tokenized_texts.check_texts(read(rows, f"environment.special_tokens={choice}"))
 
 
 def test_an_answer_may_end_with_a_token_of_the_job(rows: Path) -> None:
     rows.write_text(rows.read_text().replace("[algorithm]\ngroup_size = 4\n", ""))
     settings = ["algorithm.name=sft", "reward.use=", 'rollout.stop=["<e>"]']
     write(rows, {"prompt": "1+1=", "response": "2<e>"})
-    texts.written(read(rows, *settings))
+    tokenized_texts.check_texts(read(rows, *settings))
     write(rows, {"prompt": "1+1=", "response": "2<e>2<e>"})
-    assert "line 1: '<e>'" in refusal(texts.written, rows, *settings)
+    assert "line 1: '<e>'" in refusal(tokenized_texts.check_texts, rows, *settings)
 
 
 def test_prompts_that_an_environment_opens_are_sampled(rows: Path) -> None:
     (rows.parent / "rooms.py").write_text(ROOM)
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": "x="})
-    said = refusal(modules.imported, rows, "environment.use=rooms:room")
+    said = refusal(module_imports.check_imports, rows, "environment.use=rooms:room")
     assert "train.jsonl, line 10: 'x'" in said
     write(rows, *({"prompt": "1="} for _ in range(9)), {"prompt": 5})
-    said = refusal(modules.imported, rows, "environment.use=rooms:room")
+    said = refusal(module_imports.check_imports, rows, "environment.use=rooms:room")
     assert "TypeError" in said and "train.jsonl, line 10" in said and "rooms.py, line 3" in said
 
 
@@ -85,16 +85,16 @@ def write_rows(place: Path, name: str, *rows: object) -> None:
 
 def test_prompts_with_room_for_a_turn_are_taken(place: Path) -> None:
     write_rows(place, "train.jsonl", {"prompt": "1" * 63}, {"prompt": "2"})
-    prompts.lengths(read(place))
+    prompt_lengths.check_prompt_lengths(read(place))
     place.write_text(place.read_text().replace("[algorithm]\ngroup_size = 4\n", ""))
     write_rows(place, "train.jsonl", {"prompt": "1" * 40, "response": "1" * 24})
-    prompts.lengths(read(place, "algorithm.name=sft", "reward.use="))
+    prompt_lengths.check_prompt_lengths(read(place, "algorithm.name=sft", "reward.use="))
 
 
 def test_rows_of_an_environment_of_the_authors_own_are_its_business(place: Path) -> None:
     write_rows(place, "train.jsonl", {"prompt": "1" * 100})
     (place.parent / "rooms.py").write_text("def room(): ...\n")
-    prompts.lengths(read(place, "environment.use=rooms:room"))
+    prompt_lengths.check_prompt_lengths(read(place, "environment.use=rooms:room"))
 
 
 def frozen(directory: Path, positions: int) -> None:
@@ -105,33 +105,33 @@ def frozen(directory: Path, positions: int) -> None:
 
 def test_trajectories_longer_than_the_models_positions_are_refused(place: Path) -> None:
     positions = "model.config.max_position_embeddings=256"
-    tokens.positions(read(place, positions, "rollout.max_tokens=256"))
+    tokens.check_positions(read(place, positions, "rollout.max_tokens=256"))
     with pytest.raises(
         Exception, match=r"max_tokens = 320 \(the default\) exceeds .* 256 pos"
     ) as e:
-        tokens.positions(jobfile.read(place, [positions]))
+        tokens.check_positions(job_reader.read_job_file(place, [positions]))
     assert "Set rollout.max_tokens to 256 or less" in str(e.value)
 
 
 def test_so_are_those_that_a_frozen_model_has_no_positions_for(place: Path) -> None:
     frozen(place.parent / "teacher", 48)
     teacher = "models.teacher.path=teacher"
-    said = refusal(tokens.positions, place, teacher)
+    said = refusal(tokens.check_positions, place, teacher)
     assert "models.teacher" in said and "rollout.max_tokens = 64" in said and "48" in said
-    said = refusal(tokens.positions, place, teacher, "models.teacher.max_tokens=50")
+    said = refusal(tokens.check_positions, place, teacher, "models.teacher.max_tokens=50")
     assert "models.teacher.max_tokens = 50 exceeds" in said
-    tokens.positions(read(place, teacher, "models.teacher.max_tokens=48"))
+    tokens.check_positions(read(place, teacher, "models.teacher.max_tokens=48"))
 
 
 def test_added_tokens_count_where_ids_are_compared_with_rows(place: Path) -> None:
-    tokens.vocabulary(read(place))
+    tokens.check_vocabulary(read(place))
     file = place.parent / "added.json"
     backend = Backend.from_file(str(place.parent / "tokenizer.json"))
     backend.add_tokens([AddedToken(f"<extra {i}>") for i in range(5)])
     backend.save(str(file))
-    said = refusal(tokens.vocabulary, place, "model.tokenizer=added.json")
+    said = refusal(tokens.check_vocabulary, place, "model.tokenizer=added.json")
     assert "ids up to 16 ('<extra 4>')" in said
 
 
 def test_tokens_that_end_a_turn_are_taken(place: Path) -> None:
-    tokens.stop(read(place, 'rollout.stop=["="]', 'rollout.stop_text=["12="]'))
+    tokens.check_stop(read(place, 'rollout.stop=["="]', 'rollout.stop_text=["12="]'))

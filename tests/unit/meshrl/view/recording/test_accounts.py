@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from meshrl.common.base.files import lines
+from meshrl.common.base.files import json_lines
 from meshrl.common.state.events import Event
 from meshrl.common.state.jobs import Phase
 from meshrl.common.state.pool.workers.rows import (
-    Doing,
     Gang,
-    Report,
-    Resident,
+    Instance,
+    InstancePhase,
+    InstanceReport,
     Role,
     Tier,
     WorkerRow,
 )
-from meshrl.common.state.registry import Entry
-from meshrl.run.session import status
-from meshrl.view.history.held import held_s
-from meshrl.view.mesh.processes import Meter, Used, owner
-from meshrl.view.mesh.snapshot import MeshSnapshot
-from meshrl.view.recording.audit import audit, show, without_fate
-from meshrl.view.recording.usage import Tally
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.run.session import choose_exit_status
+from meshrl.view.history.blocked_jobs import sum_blocked_s
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.process_usage import CpuMeter, ProcessCpuTime, find_owner_job
+from meshrl.view.recording.audit import audit_run, find_open_groups, print_audit
+from meshrl.view.recording.job_usage import JobUsage
 
 LATE_MS = 60_000
 
@@ -52,19 +52,19 @@ def test_finished_groups_that_no_step_took_are_in_flight() -> None:
     told = story(
         opened(0, 1, 2), (1, "ready", {"group": 1}), (2, "ready", {"group": 2}), step(1, 1)
     )
-    assert without_fate(told, "j", set()) == {2: 4}
+    assert find_open_groups(told, "j", set()) == {2: 4}
 
 
 def test_groups_of_the_ledger_are_in_flight_until_their_fate_is_told() -> None:
     told = story(opened(0, 1, 2, 3), (LATE_MS, "dropped", {"group": 3}))
-    assert without_fate(told, "j", {1, 2, 3}) == {1: 4, 2: 4}
+    assert find_open_groups(told, "j", {1, 2, 3}) == {1: 4, 2: 4}
 
 
 def test_a_group_that_neither_the_ledger_nor_an_event_knows_is_lost_unless_it_is_brand_new() -> (
     None
 ):
     told = story(opened(0, 1), opened(LATE_MS - 10, 2), step(1))
-    assert without_fate(told, "j", set()) == {2: 4}
+    assert find_open_groups(told, "j", set()) == {2: 4}
 
 
 def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
@@ -76,12 +76,12 @@ def test_groups_of_an_abandoned_step_are_in_flight_again() -> None:
         step(2, 2),
         (LATE_MS, "lineage", {"version": 1}),
     )
-    assert without_fate(told, "j", set()) == {2: 4}
+    assert find_open_groups(told, "j", set()) == {2: 4}
 
 
 def test_a_restored_job_begins_without_groups() -> None:
     told = story(opened(LATE_MS, 1), (LATE_MS, "restored", {"counts": {}}))
-    assert without_fate(told, "j", {1}) == {}
+    assert find_open_groups(told, "j", {1}) == {}
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_an_account_that_is_wrong_fails_the_run_and_says_by_how_much(
     for row in rows:
         for group in row["fields"]["groups"] if row["kind"] == "step" else []:
             group.update(samples=4, scored=4, filtered=False)
-    written = b"".join(lines.line(row, number) for number, row in enumerate(rows))
+    written = b"".join(json_lines.encode_row(row, number) for number, row in enumerate(rows))
     (tmp_path / "events.jsonl").write_bytes(written)
-    assert show(tmp_path, as_json=True) == (1 if what else 0)
+    assert print_audit(tmp_path, as_json=True) == (1 if what else 0)
     said = capsys.readouterr().err
-    found = audit(tmp_path)
-    assert status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
-    assert status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
+    found = audit_run(tmp_path)
+    assert choose_exit_status(found, Phase.FINISHED, gave_up=False) == (1 if what else 0)
+    assert choose_exit_status(found, Phase.STOPPED, gave_up=False) == (1 if what else 130)
     if what:
         assert found[what] and f"{what} = {found[what]}" in said and "start over" in said
 
@@ -115,70 +115,70 @@ def test_an_account_that_is_wrong_fails_the_run_and_says_by_how_much(
 OWNERS = {"trainer/a": "a", "trainer/b": "b"}
 
 
-def used(**cpu_s: float) -> list[Used]:
+def used(**cpu_s: float) -> list[ProcessCpuTime]:
     """Processes by their keys, which tell their names."""
     names = {"a": "trainer/a", "b": "trainer/b", "redis": "redis", "fork": "nursery"}
-    return [Used(key, names[key], seconds) for key, seconds in cpu_s.items()]
+    return [ProcessCpuTime(key, names[key], seconds) for key, seconds in cpu_s.items()]
 
 
 def test_the_tally_adds_up_over_incarnations_and_sessions(tmp_path: Path) -> None:
-    tally, meter = Tally(), Meter()
-    tally.see_tokens("rollout/a/0", "first", 100)
-    tally.see_tokens("rollout/a/0", "first", 150)
-    tally.see_tokens("rollout/a/0", "second", 10)
-    tally.see_tokens("engine/g1.0", "third", 1000)
-    tally.see_processes(meter.read({os.getpid(): "meshrl"}, [os.getpid()]), {}, "a")
+    tally, meter = JobUsage(), CpuMeter()
+    tally.update_tokens("rollout/a/0", "first", 100)
+    tally.update_tokens("rollout/a/0", "first", 150)
+    tally.update_tokens("rollout/a/0", "second", 10)
+    tally.update_tokens("engine/g1.0", "third", 1000)
+    tally.update_processes(meter.read({os.getpid(): "meshrl"}, [os.getpid()]), {}, "a")
     tally.accelerator_s = 3.5
     tally.write(tmp_path / "usage.json", 12.5)
-    again = Tally.read(tmp_path / "usage.json")
-    assert again.total_tokens("rollout/") == 160
+    again = JobUsage.read(tmp_path / "usage.json")
+    assert again.sum_tokens("rollout/") == 160
     assert (again.wall_s, again.accelerator_s) == (12.5, 3.5)
-    assert again.cpu_by_name()["meshrl"] > 0
+    assert again.sum_cpu_by_name()["meshrl"] > 0
 
 
 def test_a_process_that_gets_its_name_late_is_counted_once() -> None:
-    tally, meter, me = Tally(), Meter(), os.getpid()
+    tally, meter, me = JobUsage(), CpuMeter(), os.getpid()
     owners = {"engine/g0.0": "a"}
-    tally.see_processes(meter.read({}, [me]), owners, "a")
-    before = sum(tally.cpu_by_name().values())
-    tally.see_processes(meter.read({me: "engine/g0.0"}, [me]), owners, "a")
-    tally.see_processes(meter.read({}, [me]), owners, "a")  # without a lease its name is its own
-    found = tally.cpu_by_name()
+    tally.update_processes(meter.read({}, [me]), owners, "a")
+    before = sum(tally.sum_cpu_by_name().values())
+    tally.update_processes(meter.read({me: "engine/g0.0"}, [me]), owners, "a")
+    tally.update_processes(meter.read({}, [me]), owners, "a")  # without a lease its name is its own
+    found = tally.sum_cpu_by_name()
     assert found["engine/g0.0"] >= before > 0
     assert sum(found.values()) == found["engine/g0.0"]
 
 
 def test_two_jobs_share_what_serves_both_and_nothing_else() -> None:
-    a, b = Tally(), Tally()
-    a.see_processes(used(a=1.0, redis=2.0), OWNERS, "a", among=1)  # b is not there yet
+    a, b = JobUsage(), JobUsage()
+    a.update_processes(used(a=1.0, redis=2.0), OWNERS, "a", job_count=1)  # b is not there yet
     for look in (used(a=4.0, b=10.0, redis=2.0), used(a=5.0, b=11.0, redis=6.0)):
-        a.see_processes(look, OWNERS, "a", among=2)
-        b.see_processes(look, OWNERS, "b", among=2, whole=False)
-    assert a.cpu_by_name() == {"redis": 4.0, "trainer/a": 5.0}
-    assert b.cpu_by_name() == {"redis": 2.0, "trainer/b": 11.0}
+        a.update_processes(look, OWNERS, "a", job_count=2)
+        b.update_processes(look, OWNERS, "b", job_count=2, counts_earlier_use=False)
+    assert a.sum_cpu_by_name() == {"redis": 4.0, "trainer/a": 5.0}
+    assert b.sum_cpu_by_name() == {"redis": 2.0, "trainer/b": 11.0}
     assert (a.shared_s, b.shared_s) == (4.0, 2.0)
 
 
 def test_a_fork_that_turns_out_to_be_another_job_s_is_given_back() -> None:
-    a = Tally()
-    a.see_processes(used(fork=3.0, redis=1.0), OWNERS, "a", among=1)
-    assert a.cpu_by_name() == {"nursery": 3.0, "redis": 1.0}
-    a.see_processes([Used("fork", "trainer/b", 4.0)], OWNERS, "a", among=2)
-    assert a.cpu_by_name() == {"nursery": 0.0, "redis": 1.0}
+    a = JobUsage()
+    a.update_processes(used(fork=3.0, redis=1.0), OWNERS, "a", job_count=1)
+    assert a.sum_cpu_by_name() == {"nursery": 3.0, "redis": 1.0}
+    a.update_processes([ProcessCpuTime("fork", "trainer/b", 4.0)], OWNERS, "a", job_count=2)
+    assert a.sum_cpu_by_name() == {"nursery": 0.0, "redis": 1.0}
 
 
 def test_a_process_is_its_job_s_by_its_name_or_by_what_it_says() -> None:
-    engine = Entry(name="engine/g1.0", kind="engine", stats={"job": "a"})
-    worker = Entry(name="worker/w1", kind="worker", stats={"job": "a"})
-    shard = Entry(name="rollout/b/0", kind="rollout")
-    assert [owner(entry) for entry in (engine, worker, shard)] == ["a", "", "b"]
+    engine = RegistryEntry(name="engine/g1.0", kind="engine", stats={"job": "a"})
+    worker = RegistryEntry(name="worker/w1", kind="worker", stats={"job": "a"})
+    shard = RegistryEntry(name="rollout/b/0", kind="rollout")
+    assert [find_owner_job(entry) for entry in (engine, worker, shard)] == ["a", "", "b"]
 
 
 def resident(
     id: str, job: str, *ranks: int, tier: Tier = Tier.ACCELERATOR, turns: bool = False
-) -> Resident:
-    reports = {rank: Report(rank, 1, 1, 7, Doing.READY, tier) for rank in ranks}
-    return Resident(id, job, Role.ROLLOUT, ranks=ranks, turns=turns, reports=reports)
+) -> Instance:
+    reports = {rank: InstanceReport(rank, 1, 1, 7, InstancePhase.READY, tier) for rank in ranks}
+    return Instance(id, job, Role.ROLLOUT, ranks=ranks, turns=turns, reports=reports)
 
 
 def mesh(*gangs: Gang) -> MeshSnapshot:
@@ -192,7 +192,7 @@ ASLEEP = Gang("g2", ("w3",), 1, (resident("g2.0", "a", 0, tier=Tier.MEMORY),))
 
 
 def test_accelerators_are_charged_to_whose_tensors_are_on_them() -> None:
-    a, b = Tally(), Tally()
+    a, b = JobUsage(), JobUsage()
     for now_s in (10.0, 20.0, 30.0):
         for tally, job in ((a, "a"), (b, "b")):
             tally.see_workers(mesh(TWO, BOTH, ASLEEP), job, now_s)
@@ -201,12 +201,12 @@ def test_accelerators_are_charged_to_whose_tensors_are_on_them() -> None:
 
 
 def test_a_resident_that_takes_turns_is_charged_what_it_computed() -> None:
-    a, alone = Tally(), Tally()
+    a, alone = JobUsage(), JobUsage()
     both = (resident("g1.0", "a", 0, turns=True), resident("g1.1", "b", 0, turns=True))
     by_turns = Gang("g1", ("w2",), 1, both)
     for now_s, turn_s in ((10.0, 4.0), (20.0, 5.5), (30.0, 7.0)):
         said = {"resident": "g1.0", "job": "a", "turn_held_s": turn_s}
-        entry = Entry("engine/g1.0", "engine", incarnation="i", alive=True, stats=said)
+        entry = RegistryEntry("engine/g1.0", "engine", incarnation="i", alive=True, stats=said)
         a.see_workers(replace(mesh(by_turns), entries=[entry]), "a", now_s)
         alone.see_workers(replace(mesh(BOTH), entries=[entry]), "a", now_s)
     assert alone.accelerator_s == pytest.approx(10.0), "it takes no turns"
@@ -227,14 +227,14 @@ EVENTS = [
 
 
 def test_each_state_lasts_to_the_next_and_the_last_one_to_the_end() -> None:
-    assert held_s(EVENTS, "a") == {"waiting": 30.0, "paused": 60.0}
-    assert held_s(EVENTS, "a", 230_000) == {"waiting": 30.0, "paused": 90.0}
+    assert sum_blocked_s(EVENTS, "a") == {"waiting": 30.0, "paused": 60.0}
+    assert sum_blocked_s(EVENTS, "a", 230_000) == {"waiting": 30.0, "paused": 90.0}
 
 
 def test_nobody_waits_while_the_mesh_is_down(tmp_path: Path) -> None:
-    tally = Tally()
+    tally = JobUsage()
     for began, last in ((0, 15), (0, 20), (30, 50), (90, 300)):
-        tally.see_session(began * 1000, last * 1000)
+        tally.update_session(began * 1000, last * 1000)
         tally.write(tmp_path / "usage.json", 0.0)
-        tally = Tally.read(tmp_path / "usage.json")
-    assert held_s(EVENTS, "a", 230_000, tally.sessions) == {"waiting": 20.0, "paused": 50.0}
+        tally = JobUsage.read(tmp_path / "usage.json")
+    assert sum_blocked_s(EVENTS, "a", 230_000, tally.sessions) == {"waiting": 20.0, "paused": 50.0}

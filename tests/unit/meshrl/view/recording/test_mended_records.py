@@ -14,21 +14,25 @@ import pytest
 
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import StateUnavailable
-from meshrl.common.base.files.damage import EVENT, QUARANTINE, fields
-from meshrl.common.base.files.lines import read
+from meshrl.common.base.files.corruption import (
+    CORRUPTION_EVENT,
+    QUARANTINE_DIRECTORY,
+    make_event_fields,
+)
+from meshrl.common.base.files.json_lines import read_lines
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state import events, jobs, readers
-from meshrl.common.state.redis.client import State
-from meshrl.common.state.server.rollback import JobMark
-from meshrl.directory.places import MeshPlace, read_json, write_json
-from meshrl.directory.target import run_in
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.server_state.rollback import JobWatermark
+from meshrl.directory.command_target import read_run
+from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
+from meshrl.launch.head.job_restore import restore_job
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.restoring import put_back
-from meshrl.launch.head.shape import MeshShape
-from meshrl.run.outcome import outcome_of
-from meshrl.sim.redis.state import simulated_as
-from meshrl.view.recording.recorded import Recorded, read_events
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.run.outcome import read_outcome
+from meshrl.sim.redis.simulated_state import open_simulated_state_as
 from meshrl.view.recording.recorder import Recorder
+from meshrl.view.recording.run_record import RunRecordWriter, read_events
 from meshrl.view.report import report
 from tests.load import scaled
 
@@ -65,13 +69,13 @@ HARM: dict[str, Callable[[Path, Path], None]] = {
 class Run:
     """A recorded job on a mesh without processes."""
 
-    def __init__(self, directory: Path, state: type[State] = State) -> None:
+    def __init__(self, directory: Path, state: type[StateClient] = StateClient) -> None:
         self.directory = directory
-        self.launcher = Launcher(MeshPlace(directory), MeshShape())
-        self.launcher.state = simulated_as(state, self.launcher.clock)
+        self.launcher = Launcher(MeshPaths(directory), MeshShape())
+        self.launcher.state = open_simulated_state_as(state, self.launcher.clock)
 
     async def begin(self) -> None:
-        document = JobConfig(name=JOB).document()
+        document = JobConfig(name=JOB).to_document()
         write_json(self.directory / "job.json", {"job": JOB, "document": document})
         await jobs.submit(self.launcher.state, JOB, document, str(self.directory), JOB)
 
@@ -87,7 +91,7 @@ class Run:
         return [e.fields["text"] for e in read_events(self.directory) if e.kind == "note"]
 
     def told(self) -> list[dict[str, Any]]:
-        return [e.fields for e in read_events(self.directory) if e.kind == EVENT]
+        return [e.fields for e in read_events(self.directory) if e.kind == CORRUPTION_EVENT]
 
 
 @pytest.fixture
@@ -103,21 +107,32 @@ async def test_damage_found_between_two_sessions_is_in_the_record_report_and_sta
 ) -> None:
     recorder = run.recorder()
     await run.happen("a")
-    await recorder.look()
+    await recorder.poll()
     await recorder.close()
-    lost = fields("redis", run.directory / "mesh/redis", "it is empty", "set aside")
+    lost = make_event_fields("redis", run.directory / "mesh/redis", "it is empty", "set aside")
     [last] = [e.id for e in read_events(run.directory)][-1:]
     await run.launcher.state.close()
-    run.launcher.state = simulated_as(State, run.launcher.clock)  # another Redis, without the job
-    await events.append(run.launcher.state, EVENT, lost, above=last)
-    await put_back(run.launcher.state, run.directory, JOB, recorder.held["document"], JobMark(0, 1))
+    run.launcher.state = open_simulated_state_as(
+        StateClient, run.launcher.clock
+    )  # another Redis, without the job
+    await events.append(run.launcher.state, CORRUPTION_EVENT, lost, after_id=last)
+    await restore_job(
+        run.launcher.state,
+        run.directory,
+        JOB,
+        recorder.job_file_content["document"],
+        JobWatermark(0, 1),
+    )
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     assert run.told() == [lost]
-    assert [e.kind for e in read_events(run.directory)][-2:] == [EVENT, "restored"]
-    await report.write(recorder)
+    assert [e.kind for e in read_events(run.directory)][-2:] == [CORRUPTION_EVENT, "restored"]
+    await report.write_results(recorder)
     assert "is damaged: it is empty" in (run.directory / "report.html").read_text()
-    assert "is damaged: it is empty" in outcome_of(run_in(run.directory), live=False).lines()[-1]
+    assert (
+        "is damaged: it is empty"
+        in read_outcome(read_run(run.directory), is_live=False).format_lines()[-1]
+    )
 
 
 @pytest.mark.parametrize("harm", HARM)
@@ -126,10 +141,10 @@ async def test_events_are_made_again_from_the_stream(run: Run, harm: str, at_res
     path, copy = run.directory / "events.jsonl", run.directory / "copy"
     recorder = run.recorder()
     await run.happen("a", "b")
-    await recorder.look()
+    await recorder.poll()
     shutil.copy(path, copy)
     await run.happen("c", "d", "e")
-    await recorder.look()
+    await recorder.poll()
     if at_rest:
         await recorder.close()
     HARM[harm](path, copy)
@@ -137,43 +152,43 @@ async def test_events_are_made_again_from_the_stream(run: Run, harm: str, at_res
         recorder = run.recorder()
     await run.happen("f")
     for _ in range(2):  # what has been mended is recorded by the next look
-        assert await recorder.look() is not None
+        assert await recorder.poll() is not None
     assert run.notes == ["a", "b", "c", "d", "e", "f"]
-    assert not read(path).damage
+    assert not read_lines(path).corruption
     (told,) = run.told()
     assert (told["what"], told["path"]) == ("events", str(path))
     assert "made again from the event stream" in told["then"]
-    assert (run.directory / QUARANTINE / "events.jsonl").exists() == (harm != "delete")
-    assert [e.kind for e in read_events(run.directory)].count(EVENT) == 1
+    assert (run.directory / QUARANTINE_DIRECTORY / "events.jsonl").exists() == (harm != "delete")
+    assert [e.kind for e in read_events(run.directory)].count(CORRUPTION_EVENT) == 1
 
 
 async def test_what_redis_has_no_more_either_is_said_to_be_lost(run: Run) -> None:
     path = run.directory / "events.jsonl"
     recorder = run.recorder()
     await run.happen("a", "b", "c", "d", "e")
-    await recorder.look()
+    await recorder.poll()
     await recorder.close()
-    assert await readers.trim(run.launcher.state, 0, keep_ms=0) > 0
+    assert await readers.trim_events(run.launcher.state, 0, retention_ms=0) > 0
     flip(path, path)
     recorder = run.recorder()
     for _ in range(2):
-        assert await recorder.look() is not None
+        assert await recorder.poll() is not None
     (told,) = run.told()
     assert "1 of its events are lost" in told["then"]
-    assert len(run.notes) in (4, 5) and not read(path).damage
+    assert len(run.notes) in (4, 5) and not read_lines(path).corruption
     assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
 
 
-class Away(State):
+class Away(StateClient):
     """A Redis that does not answer when it is to say for the first two times what is lost."""
 
     tries = 2
 
-    async def run(self, script: str, keys: list[str], *args: Any) -> Any:
+    async def run_script(self, script: str, keys: list[str], *args: Any) -> Any:
         if script == "history_lost" and self.tries:
             self.tries -= 1
             raise StateUnavailable("Redis does not answer")
-        return await super().run(script, keys, *args)
+        return await super().run_script(script, keys, *args)
 
 
 async def test_a_redis_that_is_away_costs_a_mend_no_second_file_that_is_set_aside(
@@ -186,9 +201,9 @@ async def test_a_redis_that_is_away_costs_a_mend_no_second_file_that_is_set_asid
     flip(path, path)
     recorder = run.recorder()
     for _ in range(5):
-        await recorder.look()
-    assert [p.name for p in (run.directory / QUARANTINE).iterdir()] == ["events.jsonl"]
-    assert [told["what"] for told in run.told()] == ["events"] and not read(path).damage
+        await recorder.poll()
+    assert [p.name for p in (run.directory / QUARANTINE_DIRECTORY).iterdir()] == ["events.jsonl"]
+    assert [told["what"] for told in run.told()] == ["events"] and not read_lines(path).corruption
     assert [e.kind for e in read_events(run.directory)].count("history_lost") == 1
     await run.launcher.state.close()
 
@@ -215,14 +230,14 @@ async def test_a_long_mend_has_no_deadline_and_leaves_the_loop_to_others(run: Ru
     run.launcher.clock = clock = Deadlines()
     recorder = run.recorder()
     turns, most = 0, 0
-    looking = asyncio.create_task(recorder.look())
-    while not looking.done() and not (run.directory / QUARANTINE).exists():
+    looking = asyncio.create_task(recorder.poll())
+    while not looking.done() and not (run.directory / QUARANTINE_DIRECTORY).exists():
         turns, most = turns + 1, max(most, clock.running)
         await asyncio.sleep(0)
     assert turns > 100, "the file is read and written while others have their turns"
     assert most == 0, "however long that takes"
     assert await looking is not None
-    assert not read(path).damage
+    assert not read_lines(path).corruption
 
 
 def noted(directory: Path, count: int) -> None:
@@ -230,7 +245,7 @@ def noted(directory: Path, count: int) -> None:
     told = [
         events.Event(f"{n}-0", n, "note", {"job": JOB, "text": str(n)}) for n in range(1, count + 1)
     ]
-    Recorded(directory, JOB).add_events(told)
+    RunRecordWriter(directory, JOB).add_events(told)
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty"])
@@ -239,27 +254,27 @@ async def test_a_document_that_is_damaged_is_set_aside_and_the_run_goes_on(
     run: Run, name: str, harm: str
 ) -> None:
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     await recorder.close()
     path = run.directory / name
     if not path.exists():
         write_json(path, {"tensorboard": {"id": "one-1234"}})
     HARM[harm](path, path)
     recorder = run.recorder()
-    assert await recorder.look() is not None
+    assert await recorder.poll() is not None
     (told,) = run.told()
-    assert told["path"] == str(path) and Path(told["aside"]).parent.name == QUARANTINE
+    assert told["path"] == str(path) and Path(told["aside"]).parent.name == QUARANTINE_DIRECTORY
     await recorder.close()
 
 
 @pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "delete"])
 async def test_the_job_file_is_put_back_while_the_run_goes_on(run: Run, harm: str) -> None:
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     path = run.directory / "job.json"
     before = read_json(path)
     HARM[harm](path, path)
-    await recorder.look()
+    await recorder.poll()
     assert read_json(path) == before
     (told,) = run.told()
     assert told["then"] == "written again from memory"
@@ -269,12 +284,14 @@ async def test_a_torn_tail_alarms_nobody(run: Run) -> None:
     path = run.directory / "events.jsonl"
     recorder = run.recorder()
     await run.happen("a", "b")
-    await recorder.look()
+    await recorder.poll()
     content = path.read_bytes()
     path.write_bytes(content[:-20])  # a crash: there is no mark of a clean end
-    assert read(path).damage == "" and path.read_bytes() == content[:-20], "a reader cuts nothing"
+    assert read_lines(path).corruption == "" and path.read_bytes() == content[:-20], (
+        "a reader cuts nothing"
+    )
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     assert run.notes == ["a", "b"] and not run.told()
 
 
@@ -283,7 +300,7 @@ async def test_the_end_of_a_run_waits_for_room_says_for_which_file_and_loses_not
 ) -> None:
     recorder = run.recorder()
     await run.happen("a")
-    await recorder.look()
+    await recorder.poll()
     await run.happen("b", "c")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file of this process may grow
@@ -299,7 +316,7 @@ async def test_the_end_of_a_run_waits_for_room_says_for_which_file_and_loses_not
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     async with asyncio.timeout(scaled(20)):
         await ending
-        await report.write(recorder)
+        await report.write_results(recorder)
     assert run.notes == ["a", "b", "c"]
     assert read_json(run.directory / "in_flight.json")["events"] == len(read_events(run.directory))
     assert read_json(run.directory / "summary.json")["job"] == JOB
@@ -309,7 +326,7 @@ async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     await run.happen("a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -320,13 +337,13 @@ async def test_a_mesh_that_is_to_stop_leaves_the_rest_to_the_next_start(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert run.notes == [] and "waiting for room" in capsys.readouterr().err
     recorder = run.recorder()
-    await recorder.look()
+    await recorder.poll()
     assert run.notes == ["a"] and not run.told()
 
 
-def trained(directory: Path, steps: int) -> Recorded:
+def trained(directory: Path, steps: int) -> RunRecordWriter:
     """The record of a run that has done as many steps."""
-    recorded = Recorded(directory, JOB)
+    recorded = RunRecordWriter(directory, JOB)
     for step in range(1, steps + 1):
         recorded.add_rows([{"step": step}])
         at = events.Event(f"{step}-0", step, "step", {"job": JOB, "step": step, "groups": []})
@@ -345,15 +362,15 @@ async def test_metrics_that_lack_steps_are_noticed_and_what_is_left_is_kept(
     (run.directory / "events.jsonl").unlink()
     trained(run.directory, 5)
     HARM[harm](path, copy)
-    recorded = Recorded(run.directory, JOB)
-    assert list(recorded.wrong) == ["metrics.jsonl"]
-    told = await recorded.mend_metrics(run.launcher.state, run.launcher.host)
+    recorded = RunRecordWriter(run.directory, JOB)
+    assert list(recorded.faults) == ["metrics.jsonl"]
+    told = await recorded.repair_metrics(run.launcher.state, run.launcher.host)
     assert told["what"] == "metrics"
-    assert not read(path).damage
+    assert not read_lines(path).corruption
 
 
 def test_steps_that_a_new_lineage_has_left_are_not_missed(run: Run) -> None:
     recorded = trained(run.directory, 5)
-    recorded.keep_rows(2)
+    recorded.truncate_rows(2)
     recorded.add_events([events.Event("9-0", 9, "lineage", {"job": JOB, "version": 2})])
-    assert not Recorded(run.directory, JOB).wrong
+    assert not RunRecordWriter(run.directory, JOB).faults

@@ -17,19 +17,19 @@ from fsspec.implementations.local import LocalFileSystem
 from meshrl.common.base.clock import SystemClock
 from meshrl.common.base.errors import NotFound, Refused
 from meshrl.common.base.files import documents
-from meshrl.common.base.files.sealed import sealed
+from meshrl.common.base.files.sealed_documents import encode_sealed
 from meshrl.common.job.bundle import bundle_files
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.records.checkpoints import (
-    STATE,
-    checkpoint_name,
-    digests_below,
-    manifest_of,
-    verified,
+    STATE_FOLDER,
+    compute_file_digests,
+    format_checkpoint_name,
+    read_manifest,
+    verify_checkpoint,
 )
-from meshrl.run.from_url import brought
-from meshrl.view.recording import audit, outlet
-from meshrl.view.recording.outlet import Outlet
+from meshrl.run.run_download import download_run
+from meshrl.view.recording import audit, output_copy
+from meshrl.view.recording.output_copy import OutputCopier
 from tests.load import scaled
 
 WEIGHTS = "0123456789abcdef" * 2
@@ -45,7 +45,7 @@ class Made:
         (self.home / "bundle/b/modules").mkdir(parents=True)
         (self.home / "bundle/b/modules/mine.py").write_text("X = 1\n")
         about: dict[str, Any] = {"dir": str(self.home / "bundle/b"), "digest": "b"}
-        about |= {"files": bundle_files.listed(self.home / "bundle/b")}
+        about |= {"files": bundle_files.list_files(self.home / "bundle/b")}
         held = {"job": "j", "mesh": "/gone", "document": {"bundle": about}}
         documents.write(self.home / "job.json", held)
         self.write("mesh/owner.json", "a secret")
@@ -60,19 +60,19 @@ class Made:
         (self.home / name).write_text(text)
 
     def checkpoint(self, step: int) -> str:
-        name = checkpoint_name(0, step, WEIGHTS)
-        self.write(f"checkpoints/{name}/{STATE}/a", f"state {step}")
-        files = digests_below(self.home / "checkpoints" / name)
+        name = format_checkpoint_name(0, step, WEIGHTS)
+        self.write(f"checkpoints/{name}/{STATE_FOLDER}/a", f"state {step}")
+        files = compute_file_digests(self.home / "checkpoints" / name)
         held = {"lineage": 0, "step": step, "weights": WEIGHTS, "files": files}
-        (self.home / f"checkpoints/{name}.json").write_bytes(sealed(held))
+        (self.home / f"checkpoints/{name}.json").write_bytes(encode_sealed(held))
         return name
 
     def expire(self, name: str) -> None:
         shutil.rmtree(self.home / "checkpoints" / name)
         (self.home / f"checkpoints/{name}.json").unlink()
 
-    def outlet(self) -> Outlet:
-        return Outlet(self.url, self.home, SystemHost(), SystemClock())
+    def outlet(self) -> OutputCopier:
+        return OutputCopier(self.url, self.home, SystemHost(), SystemClock())
 
     def names(self) -> set[str]:
         return {str(p.relative_to(self.there)) for p in self.there.rglob("*") if p.is_file()}
@@ -111,14 +111,14 @@ async def test_committed_checkpoints_and_the_record_are_there_and_the_rest_comes
     first, second = made.checkpoint(1), made.checkpoint(2)
     made.write("model/config.json", "{}")
     outlet = made.outlet()
-    outlet.look(first)
-    assert outlet._copying is not None
-    await outlet._copying
-    assert outlet.trouble == ""
+    outlet.copy_if_due(first)
+    assert outlet._copy_task is not None
+    await outlet._copy_task
+    assert outlet.error == ""
     record = {"job.json", "events.jsonl", "bundle/b/modules/mine.py"}
     assert made.names() == record | {
         f"checkpoints/{first}.json",
-        f"checkpoints/{first}/{STATE}/a",
+        f"checkpoints/{first}/{STATE_FOLDER}/a",
     }
     made.expire(first)
     made.write("events.jsonl", "one\ntwo\n")
@@ -127,7 +127,7 @@ async def test_committed_checkpoints_and_the_record_are_there_and_the_rest_comes
     assert await outlet.close(second, asyncio.Event()) == ""
     assert made.names() == record | {
         f"checkpoints/{second}.json",
-        f"checkpoints/{second}/{STATE}/a",
+        f"checkpoints/{second}/{STATE_FOLDER}/a",
         "model/config.json",
         "summary.json",
         "ledger/rollout/0.seg",
@@ -139,7 +139,7 @@ async def test_another_process_of_the_run_copies_no_checkpoint_twice(made: Made)
     name = made.checkpoint(1)
     made.write("summary.json", "{}")
     assert await made.outlet().close(name, asyncio.Event()) == ""
-    state = made.there / f"checkpoints/{name}/{STATE}/a"
+    state = made.there / f"checkpoints/{name}/{STATE_FOLDER}/a"
     before = state.stat().st_ino
     half = made.there / "checkpoints/step-000-000000-0aaaaaaa/state"  # of one that was cut off
     half.mkdir(parents=True)
@@ -151,10 +151,10 @@ async def test_another_process_of_the_run_copies_no_checkpoint_twice(made: Made)
 async def test_what_is_in_the_way_is_named_until_it_is_gone(made: Made) -> None:
     made.there.write_text("in the way")
     outlet = made.outlet()
-    outlet.look("")
-    assert outlet._copying is not None
-    await outlet._copying
-    assert f"(at file://{made.there}/" in outlet.trouble
+    outlet.copy_if_due("")
+    assert outlet._copy_task is not None
+    await outlet._copy_task
+    assert f"(at file://{made.there}/" in outlet.error
     made.there.unlink()
     made.write("summary.json", "{}")
     assert await outlet.close("", asyncio.Event()) == ""
@@ -168,20 +168,22 @@ async def test_a_run_is_brought_back_from_its_url(
     assert await made.outlet().close(name, asyncio.Event()) == ""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    run_dir = brought(made.url)
+    run_dir = download_run(made.url)
     assert run_dir == tmp_path / "elsewhere/runs/j"
-    assert verified(run_dir / f"checkpoints/{name}.json") == manifest_of(
+    assert verify_checkpoint(run_dir / f"checkpoints/{name}.json") == read_manifest(
         made.home / f"checkpoints/{name}.json"
     )
     held = documents.decode((run_dir / "job.json").read_bytes(), "job.json")
     assert "mesh" not in held
-    bundle_files.check(
-        Path(held["document"]["bundle"]["dir"]), bundle_files.of(held["document"]), large=True
+    bundle_files.check_files(
+        Path(held["document"]["bundle"]["dir"]),
+        bundle_files.read_file_list(held["document"]),
+        read_large=True,
     )
     with pytest.raises(Refused, match="is there already"):
-        brought(made.url)
+        download_run(made.url)
     with pytest.raises(NotFound, match="no run lies at"):
-        brought(f"{made.url}/nowhere")
+        download_run(f"{made.url}/nowhere")
 
 
 async def test_what_home_has_lost_stays_there(made: Made) -> None:
@@ -205,9 +207,9 @@ async def test_a_run_that_replaces_another_leaves_nothing_of_it_there(made: Made
     (made.there / "notes.txt").write_text("not of a run")
     (made.home / "samples-1.jsonl").unlink()  # of this run, which goes on
     outlet = made.outlet()
-    outlet.look(name)
-    assert outlet._copying is not None
-    await outlet._copying
+    outlet.copy_if_due(name)
+    assert outlet._copy_task is not None
+    await outlet._copy_task
     assert {"samples-1.jsonl", "summary.json", "notes.txt"} < made.names()
     assert not any(name.endswith(".part") for name in made.names())
     for left in ("model", "ledger", "checkpoints"):
@@ -215,10 +217,10 @@ async def test_a_run_that_replaces_another_leaves_nothing_of_it_there(made: Made
     (made.home / "summary.json").unlink()
     made.run_id("second")
     outlet = made.outlet()
-    outlet.look("")
-    assert outlet._copying is not None
-    await outlet._copying
-    assert outlet.trouble == ""
+    outlet.copy_if_due("")
+    assert outlet._copy_task is not None
+    await outlet._copy_task
+    assert outlet.error == ""
     kept = {"job.json", "events.jsonl", "bundle/b/modules/mine.py", "notes.txt"}
     assert made.names() == kept
 
@@ -226,9 +228,9 @@ async def test_a_run_that_replaces_another_leaves_nothing_of_it_there(made: Made
 async def test_a_mesh_that_ends_waits_for_a_slow_server_no_longer_than_it_says(
     slow: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet, "ENDING_S", 0.05)
+    monkeypatch.setattr(output_copy, "STOP_TIMEOUT_S", 0.05)
     stop, copying = asyncio.Event(), slow.outlet()
-    copying.look("")
+    copying.copy_if_due("")
     assert await asyncio.to_thread(Server.asked.acquire, timeout=scaled(PATIENCE_S))
     closing = asyncio.create_task(copying.close("", stop))
     assert not (await asyncio.wait([closing], timeout=0.2))[0], "a run that is over waits for it"
@@ -237,21 +239,21 @@ async def test_a_mesh_that_ends_waits_for_a_slow_server_no_longer_than_it_says(
         said = await closing
     assert f"copy {slow.home} to {slow.url} by hand" in said
     Server.gate.set()
-    await copying._copied("")
-    assert "its copying has ended" in copying.trouble
+    await copying._copy_recording_errors("")
+    assert "its copying has ended" in copying.error
 
 
 async def test_two_copies_of_a_run_at_once_cost_each_other_nothing(slow: Made) -> None:
     one, other = slow.outlet(), slow.outlet()
     for copying in (one, other):
-        copying._there = {}  # both have looked there
-        copying.look("")
+        copying._copied_files = {}  # both have looked there
+        copying.copy_if_due("")
     for _ in range(2):  # each has written its first file, which has not taken its name
         assert await asyncio.to_thread(Server.asked.acquire, timeout=scaled(PATIENCE_S))
     Server.gate.set()
-    assert one._copying is not None and other._copying is not None
-    await asyncio.gather(one._copying, other._copying)
-    assert (one.trouble, other.trouble) == ("", "")
+    assert one._copy_task is not None and other._copy_task is not None
+    await asyncio.gather(one._copy_task, other._copy_task)
+    assert (one.error, other.error) == ("", "")
     assert slow.names() == {"job.json", "events.jsonl", "bundle/b/modules/mine.py"}
 
 
@@ -265,15 +267,15 @@ async def test_a_run_that_goes_on_elsewhere_is_not_accused(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     outlet = made.outlet()
-    outlet.look("")
-    assert outlet._copying is not None
-    await outlet._copying
-    run_dir = brought(made.url)
+    outlet.copy_if_due("")
+    assert outlet._copy_task is not None
+    await outlet._copy_task
+    run_dir = download_run(made.url)
     with pytest.raises(Refused, match="had not ended when it was copied last"):
-        audit.audit(run_dir)
+        audit.audit_run(run_dir)
     made.write("in_flight.json", json.dumps({"event": "2-0", "events": 2, "samples": 4}))
     made.write("summary.json", "{}")
     assert await outlet.close("", asyncio.Event()) == ""
     shutil.rmtree(run_dir)
-    counted = audit.audit(brought(made.url))
+    counted = audit.audit_run(download_run(made.url))
     assert (counted["in_flight"], counted["lost"]) == (4, 0)

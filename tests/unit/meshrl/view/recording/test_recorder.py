@@ -14,20 +14,27 @@ from typing import Any
 import pytest
 import redis
 
-from meshrl.commands.status import diagnosed
+from meshrl.commands.status import diagnose_run_stalls
 from meshrl.common.base.errors import StorageFull
-from meshrl.common.base.files.lines import LineFile, read
+from meshrl.common.base.files.json_lines import LineFile, read_lines
 from meshrl.common.base.host.settings import MeshSettings
 from meshrl.common.job.config import JobConfig
 from meshrl.common.state.events import Event
-from meshrl.common.state.redis import embedded
-from meshrl.directory.places import MeshPlace, write_json
+from meshrl.common.state.redis import embedded_server
+from meshrl.directory.directory_paths import MeshPaths, write_json
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.launch.redis import guard
-from meshrl.view.history import news
-from meshrl.view.recording.recorded import EVENTS, RECENT, Recorded, evaluated, rare_events, thinned
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.launch.redis import redis_watchdog
+from meshrl.view.history import event_text
 from meshrl.view.recording.recorder import Recorder
+from meshrl.view.recording.run_record import (
+    EVENTS_FILE,
+    MAX_ROWS_IN_MEMORY,
+    RunRecordWriter,
+    read_rare_events,
+    select_evaluations,
+    thin_rows,
+)
 from tests.contract.state.state_bench import Server, running_server
 
 JOB = "j"
@@ -42,7 +49,7 @@ def judged(step: int, value: float, best: bool) -> Event:
 
 
 def told(known: list[Event]) -> list[tuple[str, bool]]:
-    return [(e.fields["tag"], e.fields["best"]) for e in evaluated(known, JOB)]
+    return [(e.fields["tag"], e.fields["best"]) for e in select_evaluations(known, JOB)]
 
 
 def test_evaluations_of_abandoned_versions_do_not_stand() -> None:
@@ -69,7 +76,7 @@ def test_what_was_evaluated_after_training_is_one_on_the_way_once_the_run_is_ext
     assert told([after, more, end]) == [("step-3", False), ("after", False)]
     other = event("changed", lineage=0, version=3, extended=False, changes={})
     assert told([after, other]) == [("after", False)]
-    assert news.told(more) == "from step 4 on: budget.steps 3 -> 6"
+    assert event_text.format_event(more) == "from step 4 on: budget.steps 3 -> 6"
 
 
 @contextmanager
@@ -89,20 +96,20 @@ def test_rows_that_stay_outlive_a_full_disk_when_those_after_them_are_cut_off(
     metrics = tmp_path / "metrics.jsonl"
     rows = [{"step": step} for step in (1, 2, 3)]
     LineFile(metrics).append(rows)
-    document = JobConfig(name=JOB).document()
+    document = JobConfig(name=JOB).to_document()
     write_json(tmp_path / "job.json", {"job": JOB, "document": document})
-    recorder = Recorder(Launcher(MeshPlace(tmp_path), MeshShape()), JOB, tmp_path)
+    recorder = Recorder(Launcher(MeshPaths(tmp_path), MeshShape()), JOB, tmp_path)
     back = [event("lineage", lineage=1, version=2)]
     with no_room(), pytest.raises(StorageFull):
-        recorder._abandon(3, back)
-    assert read(metrics).rows == recorder.rows == rows
-    recorder._abandon(3, back)
-    assert read(metrics).rows == recorder.rows == rows[:2]
+        recorder._drop_abandoned_rows(3, back)
+    assert read_lines(metrics).rows == recorder.rows == rows
+    recorder._drop_abandoned_rows(3, back)
+    assert read_lines(metrics).rows == recorder.rows == rows[:2]
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with running_server(embedded.find_server()) as found:
+    with running_server(embedded_server.find_server()) as found:
         yield found
 
 
@@ -134,19 +141,21 @@ def no_snapshot(client: Any, server: Server) -> None:
 def test_a_redis_that_takes_no_writes_is_named_in_its_own_words(
     server: Server, tmp_path: Path, spoil: Callable[[Any, Server], None], words: str
 ) -> None:
-    place = MeshPlace(tmp_path)
-    place.redis.mkdir(parents=True)
+    place = MeshPaths(tmp_path)
+    place.redis_directory.mkdir(parents=True)
     MeshSettings(redis_url=server.url, run_root=str(tmp_path)).to_file(place.settings)
-    assert diagnosed(place)[0] == []
+    assert diagnose_run_stalls(place)[0] == []
     with redis.Redis.from_url(server.url) as client:
         spoil(client, server)
-    ((stall,), _) = diagnosed(place)
+    ((stall,), _) = diagnose_run_stalls(place)
     assert (stall.waiter, stall.culprit) == ("everyone", "redis")
     assert words in stall.reason
-    assert asyncio.run(guard.answers(server.url)), "it is not killed for what its disk does"
+    assert asyncio.run(redis_watchdog.is_answering(server.url)), (
+        "it is not killed for what its disk does"
+    )
 
 
-MANY = 3 * RECENT
+MANY = 3 * MAX_ROWS_IN_MEMORY
 
 
 def rows(n: int) -> list[dict[str, Any]]:
@@ -154,24 +163,26 @@ def rows(n: int) -> list[dict[str, Any]]:
 
 
 def test_the_last_rows_are_held_and_all_of_them_are_in_the_file(tmp_path: Path) -> None:
-    recorded = Recorded(tmp_path, "job")
+    recorded = RunRecordWriter(tmp_path, "job")
     for row in rows(MANY):
         recorded.add_rows([row])
-    assert RECENT <= len(recorded.rows) <= 2 * RECENT
-    assert recorded.rows == rows(MANY)[-len(recorded.rows) :]
-    assert list(recorded.every_row()) == rows(MANY)
-    again = Recorded(tmp_path, "job")
-    assert again.rows == rows(MANY)[-RECENT:]
-    again.keep_rows(RECENT // 2)  # a new lineage begins before all that is held
-    assert again.rows == list(again.every_row()) == rows(MANY)[: RECENT // 2]
-    again.add_rows([{"step": RECENT // 2 + 1, "reward": 0.0}])
-    assert [row["step"] for row in again.every_row()] == list(range(1, RECENT // 2 + 2))
+    assert MAX_ROWS_IN_MEMORY <= len(recorded.recent_rows) <= 2 * MAX_ROWS_IN_MEMORY
+    assert recorded.recent_rows == rows(MANY)[-len(recorded.recent_rows) :]
+    assert list(recorded.iterate_rows()) == rows(MANY)
+    again = RunRecordWriter(tmp_path, "job")
+    assert again.recent_rows == rows(MANY)[-MAX_ROWS_IN_MEMORY:]
+    again.truncate_rows(MAX_ROWS_IN_MEMORY // 2)  # a new lineage begins before all that is held
+    assert again.recent_rows == list(again.iterate_rows()) == rows(MANY)[: MAX_ROWS_IN_MEMORY // 2]
+    again.add_rows([{"step": MAX_ROWS_IN_MEMORY // 2 + 1, "reward": 0.0}])
+    assert [row["step"] for row in again.iterate_rows()] == list(
+        range(1, MAX_ROWS_IN_MEMORY // 2 + 2)
+    )
 
 
 def test_a_curve_has_some_of_the_rows_evenly_spaced_and_the_last() -> None:
-    assert thinned(rows(7), 10) == rows(7)
+    assert thin_rows(rows(7), 10) == rows(7)
     for n in (20, 21, 22, 999, 1000):
-        found = [row["step"] for row in thinned(rows(n), 10)]
+        found = [row["step"] for row in thin_rows(rows(n), 10)]
         assert found[0] == 1
         assert found[-1] == n
         assert 10 <= len(found) <= 22
@@ -181,6 +192,6 @@ def test_a_curve_has_some_of_the_rows_evenly_spaced_and_the_last() -> None:
 
 def test_the_page_of_a_long_run_reads_no_event_of_each_group(tmp_path: Path) -> None:
     told = [("leader", 1), ("opened", 2), ("ready", 3), ("step", 4), ("opened", 5), ("move", 6)]
-    file = LineFile(tmp_path / EVENTS)
+    file = LineFile(tmp_path / EVENTS_FILE)
     file.append({"id": f"{ms}-0", "ms": ms, "kind": kind, "fields": {}} for kind, ms in told)
-    assert [e.ms for e in rare_events(tmp_path)] == [1, 2, 3, 4, 6]
+    assert [e.ms for e in read_rare_events(tmp_path)] == [1, 2, 3, 4, 6]

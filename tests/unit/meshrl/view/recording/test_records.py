@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.common.base.files.damage import EVENT
+from meshrl.common.base.files.corruption import CORRUPTION_EVENT
 from meshrl.common.job.config import JobConfig, TrackingConfig
 from meshrl.common.state import events, jobs
-from meshrl.common.state.registry import Entry, register
-from meshrl.directory.places import MeshPlace, read_json, write_json
+from meshrl.common.state.registry import RegistryEntry, register
+from meshrl.directory.directory_paths import MeshPaths, read_json, write_json
 from meshrl.launch.head.launcher import Launcher
-from meshrl.launch.head.shape import MeshShape
-from meshrl.run.outcome import INTERRUPTED
+from meshrl.launch.head.mesh_shape import MeshShape
+from meshrl.run.outcome import EXIT_INTERRUPTED
 from meshrl.run.session import _conclude
-from meshrl.sim.redis.state import simulated_state
-from meshrl.view import records
-from meshrl.view.recording.recorded import read_events
+from meshrl.sim.redis.simulated_state import open_simulated_state
+from meshrl.view import job_recorders
+from meshrl.view.job_recorders import record_all
 from meshrl.view.recording.recorder import Recorder
-from meshrl.view.records import record_all
+from meshrl.view.recording.run_record import read_events
 from meshrl.view.report import report
 from tests.load import scaled
 
@@ -44,14 +44,14 @@ class Recorded:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.launcher = Launcher(MeshPlace(directory), MeshShape())
-        self.launcher.state = simulated_state(self.launcher.clock)
+        self.launcher = Launcher(MeshPaths(directory), MeshShape())
+        self.launcher.state = open_simulated_state(self.launcher.clock)
         self.stop = asyncio.Event()
         self.recording = asyncio.create_task(record_all(self.launcher, self.stop))
 
     async def submit(self, job: str, config: JobConfig | None = None) -> Path:
         run_dir = self.directory / job
-        document = replace(config or JobConfig(), name=job).document()
+        document = replace(config or JobConfig(), name=job).to_document()
         write_json(run_dir / "job.json", {"job": job, "document": document})
         await jobs.submit(self.launcher.state, job, document, str(run_dir), job)
         return run_dir
@@ -90,7 +90,7 @@ class Recorded:
 
 @pytest.fixture
 async def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Recorded]:
-    monkeypatch.setattr(records, "RETRY_S", 0.3)
+    monkeypatch.setattr(job_recorders, "RETRY_S", 0.3)
     made = Recorded(tmp_path)
     yield made
     if not made.recording.done():
@@ -153,13 +153,13 @@ async def test_a_damaged_job_file_is_written_again_from_redis(
     one = recorded.directory / "one"
     one.mkdir()
     (one / "job.json").write_text(damage)
-    document = JobConfig(name="one").document()
+    document = JobConfig(name="one").to_document()
     await jobs.submit(recorded.launcher.state, "one", document, str(one), "one")
     await recorded.note("one", "first")
     await recorded.noted(one, "first")
     held = read_json(one / "job.json")
     assert held == {"job": "one", "document": document, "mesh": str(recorded.directory)}
-    (told,) = [e for e in read_events(one) if e.kind == EVENT]
+    (told,) = [e for e in read_events(one) if e.kind == CORRUPTION_EVENT]
     assert (one / "quarantine/job.json").read_text() == damage
     assert told.fields["path"] == str(one / "job.json")
     await recorded.end()
@@ -180,7 +180,7 @@ async def test_a_tracker_that_hangs_at_the_end_of_a_job_holds_up_no_other(
     evaluated = {"job": "one", "tag": "before", "step": 0, "sampled": 0.5}
     await events.append(state, "evaluation", evaluated)
     await recorded.until(lambda: hung.exists() and bool(hung.read_text()), "a hung tracker")
-    leader = Entry("planner/0", "planner", incarnation="1")
+    leader = RegistryEntry("planner/0", "planner", incarnation="1")
     lease = await register(state, leader, ttl_ms=600_000)
     await jobs.set_phase(state, "one", jobs.Phase.FAILED, lease, "planner/0", error="enough")
     await recorded.until((one / "in_flight.json").exists, "the last look at a job")
@@ -217,24 +217,24 @@ async def test_what_is_recorded_of_a_job_is_at_the_url_that_it_names(
 async def test_a_recorder_that_is_left_copies_nothing_more_and_who_waits_is_told_of_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir, stop = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one", Event()
-    document = JobConfig(name="one", out=f"file://{tmp_path}/there").document()
+    launcher, run_dir, stop = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one", Event()
+    document = JobConfig(name="one", out=f"file://{tmp_path}/there").to_document()
     write_json(run_dir / "job.json", {"job": "one", "document": document})
     recorder = Recorder(launcher, "one", run_dir)
-    summary = await report.write(recorder)
-    assert await _conclude(recorder, summary, launcher, stop) == INTERRUPTED
+    summary = await report.write_results(recorder)
+    assert await _conclude(recorder, summary, launcher, stop) == EXIT_INTERRUPTED
     said = capsys.readouterr().out
     assert 0 < said.index("To go on") < said.index(f"copying what is left to file://{tmp_path}/")
     assert (tmp_path / "there/summary.json").is_file()
     recorder = Recorder(launcher, "one", run_dir)
     await recorder.abandon()
-    assert "its copying has ended" in await recorder.delivered(stop)
+    assert "its copying has ended" in await recorder.finish_copy(stop)
 
 
 async def test_a_model_that_cannot_be_exported_is_named_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launcher, run_dir = Launcher(MeshPlace(tmp_path), MeshShape()), tmp_path / "one"
+    launcher, run_dir = Launcher(MeshPaths(tmp_path), MeshShape()), tmp_path / "one"
     run_dir.mkdir()
     assert not await report.export_model(launcher, run_dir)
     said = capsys.readouterr().err

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshrl.common.base.errors import NotFound
-from meshrl.common.base.files.lines import line
+from meshrl.common.base.files.json_lines import encode_row
 from meshrl.common.state.events import Event
-from meshrl.view.trace import writing
-from meshrl.view.trace.tracks import Bar, Shape, Tracks
-from meshrl.view.trace.writing import TraceNotes, drawn
+from meshrl.view.trace import trace_writer
+from meshrl.view.trace.trace_writer import TraceNotes, draw_trace
+from meshrl.view.trace.tracks import BarShape, TraceBar, TrackWriter
 from tests.traced import check, spans_of
 
 START_S = 1_700_000_000.0
@@ -84,7 +84,7 @@ NOTED = TraceNotes(
 
 
 def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
-    events = list(drawn(NOTED, EVENTS))
+    events = list(draw_trace(NOTED, EVENTS))
     check(events)
     names = [span["name"] for span in spans_of(events, "shard 0")]
     assert names[:5] == ["7.1", "open", "queue", "prefill", "decode"]
@@ -115,7 +115,7 @@ def test_a_trace_has_trajectories_trainer_engines_and_gangs() -> None:
 def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
     late = trajectory(7, 0.6, "open", 250.0)
     noted = TraceNotes(shards={"shard 0": [*NOTED.shards["shard 0"], late]}, trainer=NOTED.trainer)
-    events = list(drawn(noted, EVENTS))
+    events = list(draw_trace(noted, EVENTS))
     check(events)
     source, target = (e for e in events if e["ph"] in "sf")
     assert (source["id"], source["ts"], target["ts"]) == (7, 849_999, 850_000)
@@ -123,11 +123,11 @@ def test_an_arrow_leads_from_a_group_to_the_step_that_trained_it() -> None:
     assert (target["pid"], target["tid"]) == (step["pid"], step["tid"])
     too_late = trajectory(7, 1.1, "open", 250.0)  # by its host's clock: after the step
     noted = TraceNotes(shards={"shard 0": [too_late]}, trainer=NOTED.trainer)
-    assert not [e for e in drawn(noted, EVENTS) if e["ph"] in "sf"]
+    assert not [e for e in draw_trace(noted, EVENTS) if e["ph"] in "sf"]
 
 
 def test_a_move_is_a_moment_on_its_workers_track_with_its_reason() -> None:
-    events = list(drawn(NOTED, EVENTS))
+    events = list(draw_trace(NOTED, EVENTS))
     [track] = [e for e in events if e["name"] == "thread_name" and e["args"]["name"] == "w1"]
     [move] = [e for e in events if e["ph"] == "i"]
     assert (move["pid"], move["tid"], move["ts"]) == (track["pid"], track["tid"], 2_100_000)
@@ -136,30 +136,32 @@ def test_a_move_is_a_moment_on_its_workers_track_with_its_reason() -> None:
 
 bars = st.lists(
     st.builds(
-        lambda start_s, parts, shape: Bar("one", start_s, parts, {"a": 1}, "any", shape),
+        lambda start_s, parts, shape: TraceBar("one", start_s, parts, {"a": 1}, "any", shape),
         st.floats(0.0, 3.0),
         st.lists(st.tuples(st.sampled_from(["a", "b", ""]), st.floats(0.0, 900.0)), max_size=5),
-        st.sampled_from(Shape),
+        st.sampled_from(BarShape),
     ),
     max_size=30,
 )
 
 
 @given(bars)
-def test_spans_of_a_track_nest_or_follow_each_other_whatever_overlaps(found: list[Bar]) -> None:
-    tracks = Tracks(0.0)
-    events = [*tracks.bars("x", "first", found), *tracks.bars("x", "second", found)]
+def test_spans_of_a_track_nest_or_follow_each_other_whatever_overlaps(
+    found: list[TraceBar],
+) -> None:
+    tracks = TrackWriter(0.0)
+    events = [*tracks.draw_bars("x", "first", found), *tracks.draw_bars("x", "second", found)]
     check(events)
     lanes = {(e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(set(lanes.values())) == len(lanes)
     whole = [e for e in events if e["ph"] == "X" and e["name"] == "one"]
-    assert len(whole) == 2 * sum(bar.shape is not Shape.PARTS for bar in found)
+    assert len(whole) == 2 * sum(bar.shape is not BarShape.PARTS for bar in found)
 
 
 def noted_in(run_dir: Path, name: str, *rows: dict[str, Any], tail: bytes = b"") -> None:
     path = run_dir / "trace" / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(b"".join(line(row, n) for n, row in enumerate(rows)) + tail)
+    path.write_bytes(b"".join(encode_row(row, n) for n, row in enumerate(rows)) + tail)
 
 
 def test_a_trace_is_written_of_whole_lines_of_every_process(
@@ -171,12 +173,12 @@ def test_a_trace_is_written_of_whole_lines_of_every_process(
     noted_in(tmp_path, "shard-1", one)
     noted_in(tmp_path, "engine-g3.0", WEIGHTS)
     noted_in(tmp_path, "trainer", step(1, 0.0), tail=b"\x00\x00\n")
-    found = writing.noted(tmp_path)
+    found = trace_writer.read_notes(tmp_path)
     assert [row["group"] for row in found.shards["shard 0"]] == [1, 2]
     assert (len(found.shards["shard 1"]), len(found.trainer)) == (1, 1)
     assert list(found.engines) == ["g3.0"]
     (tmp_path / "events.jsonl").write_bytes(b"")
-    writing.show(tmp_path, tmp_path / "mine.json")
+    trace_writer.export_trace(tmp_path, tmp_path / "mine.json")
     held = json.loads((tmp_path / "mine.json").read_text())
     check(held["traceEvents"])
     assert f"{len(held['traceEvents'])} events" in capsys.readouterr().out
@@ -187,13 +189,13 @@ def test_a_trace_is_written_of_whole_lines_of_every_process(
 def test_of_a_long_run_the_last_trajectories_are_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "MOST", 3)
+    monkeypatch.setattr(trace_writer, "MAX_TRAJECTORIES", 3)
     rows = [trajectory(n, n, "open", 10.0) for n in range(8)]
     noted_in(tmp_path, "shard-0.older", *rows[:6])
     noted_in(tmp_path, "shard-0", *rows[6:])
-    assert [r["group"] for r in writing.noted(tmp_path).shards["shard 0"]] == [5, 6, 7]
+    assert [r["group"] for r in trace_writer.read_notes(tmp_path).shards["shard 0"]] == [5, 6, 7]
 
 
 def test_a_run_without_traces_says_why(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"has no traces.*tracking\.trace"):
-        writing.show(tmp_path, None)
+        trace_writer.export_trace(tmp_path, None)

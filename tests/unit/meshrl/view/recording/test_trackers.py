@@ -20,15 +20,15 @@ from meshrl.common.base.errors import ConfigError
 from meshrl.common.job.config import JobConfig, TrackingConfig
 from meshrl.common.mesh.process.host import SystemHost
 from meshrl.common.state.events import Event
-from meshrl.directory.places import read_json
-from meshrl.job import jobfile
-from meshrl.job.checks.file.extras import wanted_trackers
-from meshrl.view.trackers.trackers import (
+from meshrl.directory.directory_paths import read_json
+from meshrl.job import job_reader
+from meshrl.job.checks.job_file.optional_keys import list_trackers
+from meshrl.view.trackers.tracker_processes import (
     TrackerLimits,
     TrackerProcess,
     TrackerProgress,
     Trackers,
-    scalars,
+    flatten_scalars,
 )
 from tests.load import scaled
 from tests.unit.meshrl.view.test_samples import sample
@@ -82,12 +82,14 @@ def evaluation(tag: str, step: int, lineage: int = 0) -> Event:
     return Event("1-0", 1_000_000_500, "evaluation", fields | {"lineage": lineage})
 
 
-LIMITS = TrackerLimits(queue=160, show_s=1.0, close_s=2.0, retry_s=0.05, failures=3)
+LIMITS = TrackerLimits(
+    max_queued=160, show_timeout_s=1.0, close_timeout_s=2.0, retry_s=0.05, max_failures=3
+)
 
 
 def patient() -> TrackerLimits:
     """Limits that a tracker meets on a slow machine too."""
-    return replace(LIMITS, show_s=scaled(20.0), close_s=scaled(20.0))
+    return replace(LIMITS, show_timeout_s=scaled(20.0), close_timeout_s=scaled(20.0))
 
 
 class Program:
@@ -132,14 +134,14 @@ async def until(look: Any, within_s: float = 20.0) -> None:
 
 def test_scalars_are_the_finite_numbers_by_their_path() -> None:
     row = {"a": 1, "b": {"c": 2.5, "d": {"e": True}}, "f": None, "g": "x", "h": math.nan, "i": [1]}
-    assert scalars(row) == {"a": 1.0, "b/c": 2.5, "b/d/e": 1.0}
-    assert scalars({"x": math.inf, "y": -math.inf}) == {}
+    assert flatten_scalars(row) == {"a": 1.0, "b/c": 2.5, "b/d/e": 1.0}
+    assert flatten_scalars({"x": math.inf, "y": -math.inf}) == {}
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
 async def test_everything_is_shown_once_and_in_order(program: Program, tmp_path: Path) -> None:
-    program.all.offer(rows(1, 150), [])
-    program.all.offer([], [evaluation("before", 0)])
+    program.all.enqueue(rows(1, 150), [])
+    program.all.enqueue([], [evaluation("before", 0)])
     await program.all.close()
     assert program.steps() == [*range(1, 151), 0]
     last = json.loads(program.shown.read_text().splitlines()[-1])
@@ -152,17 +154,17 @@ async def test_everything_is_shown_once_and_in_order(program: Program, tmp_path:
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
 async def test_a_resumed_run_shows_only_what_is_new(program: Program) -> None:
     program.tracker.progress.step, program.tracker.progress.evaluations = 4, ["before"]
-    program.all.offer(rows(1, 6), [evaluation("before", 0), evaluation("after", 6)])
+    program.all.enqueue(rows(1, 6), [evaluation("before", 0), evaluation("after", 6)])
     await program.all.close()
     assert program.steps() == [5, 6, 6]
 
 
 @pytest.mark.parametrize("program", [OBEDIENT], indirect=True)
 async def test_steps_of_an_abandoned_lineage_are_taken_back(program: Program) -> None:
-    program.all.offer(rows(1, 5), [])
+    program.all.enqueue(rows(1, 5), [])
     await until(lambda: program.tracker.progress.step == 5)
     program.all.rewind(3)
-    program.all.offer(rows(4, 4), [])
+    program.all.enqueue(rows(4, 4), [])
     await program.all.close()
     kinds = [json.loads(line)["kind"] for line in program.shown.read_text().splitlines()]
     assert kinds == ["row"] * 5 + ["rewind", "row"]
@@ -173,10 +175,10 @@ async def test_steps_of_an_abandoned_lineage_are_taken_back(program: Program) ->
 async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
     program: Program,
 ) -> None:
-    program.all.offer(rows(1, 5), [evaluation("step-4", 4)])
+    program.all.enqueue(rows(1, 5), [evaluation("step-4", 4)])
     await until(lambda: bool(program.tracker.progress.evaluations))
     program.all.rewind(3)
-    program.all.offer(rows(4, 4), [evaluation("step-4", 4, lineage=1)])
+    program.all.enqueue(rows(4, 4), [evaluation("step-4", 4, lineage=1)])
     await program.all.close()
     assert program.steps() == [1, 2, 3, 4, 5, 4, 3, 4, 4]
     assert program.tracker.progress.evaluations == ["step-4", "step-4@1"]
@@ -186,7 +188,7 @@ async def test_a_version_that_is_evaluated_in_another_lineage_is_shown_again(
 async def test_one_that_hangs_costs_its_records_and_no_time(
     program: Program, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program.all.offer(rows(1, 250), [])
+    program.all.enqueue(rows(1, 250), [])
     assert program.tracker.progress.dropped == 90
     await until(program.shown.exists)
     began = time.monotonic()
@@ -198,19 +200,19 @@ async def test_one_that_hangs_costs_its_records_and_no_time(
 
 @pytest.mark.parametrize("program", [BROKEN], indirect=True)
 async def test_one_that_does_not_start_is_given_up(program: Program) -> None:
-    program.all.offer(rows(1, 2), [])
+    program.all.enqueue(rows(1, 2), [])
     await until(lambda: "given up" in program.tracker.progress.trouble)
-    program.all.offer(rows(3, 3), [])
+    program.all.enqueue(rows(3, 3), [])
     await program.all.close()
     assert program.tracker.progress.dropped == 3
-    assert program.shown.read_text() == "no\n" * LIMITS.failures
+    assert program.shown.read_text() == "no\n" * LIMITS.max_failures
 
 
 @pytest.mark.parametrize("program", [FORGETFUL], indirect=True)
 async def test_what_a_dying_process_did_not_confirm_is_shown_again(program: Program) -> None:
-    program.all.offer(rows(1, 2), [])
+    program.all.enqueue(rows(1, 2), [])
     await until(lambda: "given up" in program.tracker.progress.trouble)
-    assert program.steps() == [1] * LIMITS.failures
+    assert program.steps() == [1] * LIMITS.max_failures
     await program.all.close()
 
 
@@ -228,18 +230,20 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def trackers_of(run_dir: Path) -> Trackers:
     path = run_dir / "tracking.json"
     known = read_json(path) if path.is_file() else {}
-    return Trackers.of(run_dir, read_json(run_dir / "job.json"), known, SystemHost(), SystemClock())
+    return Trackers.from_job_file(
+        run_dir, read_json(run_dir / "job.json"), known, SystemHost(), SystemClock()
+    )
 
 
 async def shown_by(run_dir: Path, **tracking: Any) -> dict[str, Any]:
     """Three rows and an evaluation, in two sessions; what is kept of the tracker."""
-    document = JobConfig(tracking=TrackingConfig(**tracking)).document()
+    document = JobConfig(tracking=TrackingConfig(**tracking)).to_document()
     (run_dir / "job.json").write_text(json.dumps({"job": "j", "document": document}))
     kept_one = sample(0, 0.5, set="held_out.greedy", evaluation="before")
     (run_dir / "samples.jsonl").write_text(json.dumps(kept_one) + "\n")
     for last in (2, 3):
         told = trackers_of(run_dir)
-        told.offer(rows(1, last), [evaluation("before", 0)])
+        told.enqueue(rows(1, last), [evaluation("before", 0)])
         await told.close()
     (name,) = tracking
     kept: dict[str, Any] = read_json(run_dir / "tracking.json")[name]
@@ -268,15 +272,15 @@ async def test_tensorboard_forgets_an_abandoned_lineage(run: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    document = JobConfig(tracking=TrackingConfig(tensorboard=str(run / "tb"))).document()
+    document = JobConfig(tracking=TrackingConfig(tensorboard=str(run / "tb"))).to_document()
     (run / "job.json").write_text(json.dumps({"job": "j", "document": document}))
     told = trackers_of(run)
-    told.offer(rows(1, 4), [])
+    told.enqueue(rows(1, 4), [])
     await until(lambda: told.trackers[0].progress.step == 4)
     told.rewind(2)
     again = rows(3, 3)
     again[0]["reward_mean"] = 7.0
-    told.offer(again, [])
+    told.enqueue(again, [])
     await told.close()
     read = EventAccumulator(str(run / "tb")).Reload()
     values = [(e.step, e.value) for e in read.Scalars("reward_mean")]
@@ -358,15 +362,15 @@ async def test_trackio_keeps_a_local_run(
 
 def test_each_is_a_line_of_the_job_file(job: Path) -> None:
     lines = ["tracking.tensorboard=true", "tracking.wandb=one", "tracking.trackio=two"]
-    config, _ = jobfile.load(job, lines)
+    config, _ = job_reader.load_config(job, lines)
     assert config.tracking == TrackingConfig(True, "one", "two")
-    assert wanted_trackers(config) == ["tensorboard", "wandb", "trackio"]
-    assert JobConfig.from_document(config.document()).tracking == config.tracking
-    assert jobfile.load(job, ["tracking.tensorboard=some/where"])[0].tracking == TrackingConfig(
-        "some/where"
-    )
+    assert list_trackers(config) == ["tensorboard", "wandb", "trackio"]
+    assert JobConfig.from_document(config.to_document()).tracking == config.tracking
+    assert job_reader.load_config(job, ["tracking.tensorboard=some/where"])[
+        0
+    ].tracking == TrackingConfig("some/where")
     with pytest.raises(ConfigError, match="true or false, or a string, not 3"):
-        jobfile.load(job, ["tracking.tensorboard=3"])
+        job_reader.load_config(job, ["tracking.tensorboard=3"])
 
 
 def test_a_missing_package_is_told_before_the_job_starts(
@@ -376,4 +380,4 @@ def test_a_missing_package_is_told_before_the_job_starts(
     with pytest.raises(
         ConfigError, match=r"wandb is not installed.*pip install 'meshrl\[tracking\]"
     ):
-        jobfile.load(job, ["tracking.wandb=mine"])
+        job_reader.load_config(job, ["tracking.wandb=mine"])

@@ -1,0 +1,209 @@
+"""Files of JSON lines with a check: each line tells its number and a CRC-32 of itself, so that one
+that is damaged, missing or there twice is found.
+
+    {"step": 1, "reward": 0.5, "check": "0:1f2e3d4c"}
+
+A file in which no line has a check was written by hand or by an earlier version: it is read as it
+is. What follows the last newline is torn, by a crash or because it is being written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import CorruptData
+from meshrl.common.base.files.append_file import AppendFile
+from meshrl.common.base.files.corruption import quarantine
+from meshrl.common.base.files.disk_sync import fsync_path
+
+Row = dict[str, Any]
+BLOCK_BYTES = 1 << 20  # of a file that are in memory at a time while its CRC is made
+_CHECK = re.compile(rb', "check": "(\d+):([0-9a-f]{8})"}$')
+_UNTERMINATED = re.compile(rb', "check": "\d+:[0-9a-f]{8}"}.$', re.DOTALL)
+
+
+def encode_row(row: Mapping[str, Any], number: int) -> bytes:
+    """The line of a row that has at least one field, with its newline; `number` counts from 0."""
+    return add_check(json.dumps(row), number)
+
+
+def add_check(row_json: str, number: int) -> bytes:
+    """The same of a row that is JSON already."""
+    told = f'{row_json[:-1]}, "check": "{number}:'.encode("utf-8", "replace")
+    return told + f'{zlib.crc32(told):08x}"}}\n'.encode()
+
+
+def decode_row(line: bytes) -> Row | None:
+    """The row of a line without its newline, whether or not it has a check; None: it is damaged."""
+    found = _CHECK.search(line)
+    if found is not None and zlib.crc32(line[: found.start(2)]) != int(found[2], 16):
+        return None
+    try:
+        row = json.loads(line)
+    except ValueError:  # also for bytes that are no text
+        return None
+    if not isinstance(row, dict):
+        return None
+    row.pop("check", None)
+    return row
+
+
+def has_check(line: bytes) -> bool:
+    """Whether a line without its newline ends with a check, be it right or wrong."""
+    return _CHECK.search(line) is not None
+
+
+@dataclass(frozen=True)
+class LineFileContent:
+    """What a file holds: its whole rows, and what is wrong with it, empty if nothing is."""
+
+    rows: list[Row] = field(default_factory=list)
+    length_bytes: int = 0  # bytes up to the end of its last line; what follows is torn
+    next_number: int = (
+        0  # number of the line that comes next: with `rows` it tells how many are gone
+    )
+    has_checks: bool = True  # whether its lines have checks
+    corruption: str = ""
+    intact_rows: int = 0  # rows before it
+    crc32: int = 0  # CRC-32 of its first `length` bytes
+
+
+def read_lines(path: Path) -> LineFileContent:
+    """What a file holds; a missing one holds nothing. Nothing is written."""
+    content = path.read_bytes() if path.is_file() else b""
+    end = content.rfind(b"\n") + 1
+    texts = content[:end].split(b"\n")[:-1]
+    tail = content[end:]
+    wrong: list[str] = []
+    if _UNTERMINATED.search(tail):  # a whole line whose newline has become something else
+        texts.append(tail[:-1])
+        wrong.append(f"line {len(texts)} does not end")
+    checked = not texts or any(_CHECK.search(text) for text in texts)
+    rows: list[Row] = []
+    due = before = 0
+    for place, text in enumerate(texts, 1):
+        row = decode_row(text)
+        found = _CHECK.search(text)
+        if row is None or (checked and found is None):
+            wrong.append(f"line {place} is damaged")
+            continue
+        number = int(found[1]) if found else due
+        if number < due:
+            wrong.append(f"line {place} is there twice")
+            continue
+        if number > due and not wrong:
+            wrong.append(f"{number - due} lines before line {place} are missing")
+        rows.append(row)
+        due = number + 1
+        before = before if wrong else len(rows)
+    due = max(due, len(texts) if wrong else due)
+    return LineFileContent(
+        rows, end, due, checked, wrong[0] if wrong else "", before, zlib.crc32(content[:end])
+    )
+
+
+def iterate_rows(path: Path, *containing: str) -> Iterator[Row]:
+    """The whole rows of a file that somebody may be writing, one by one; only of lines that hold
+    one of some texts, if any are given.
+    """
+    if not path.exists():
+        return
+    wanted = [text.encode() for text in containing]
+    with path.open("rb") as file:
+        for text in file:
+            if text.endswith(b"\n") and (not wanted or any(one in text for one in wanted)):
+                row = decode_row(text[:-1])
+                if row is not None:
+                    yield row
+
+
+class LineFile:
+    """A file that one process appends to. What it holds is read first, and changed by `append` and
+    `replace` alone: a torn tail is cut off by the first of them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.content = read_lines(path)
+        self.next_number = self.content.next_number  # number of the line that comes next
+        self._signature = read_signature(path)
+        self._length_bytes, self._crc = self.content.length_bytes, self.content.crc32
+
+    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Appends all of them or none. StorageFull; Damaged when somebody else has changed the file
+        since.
+        """
+        self.require_unchanged()
+        lines = [encode_row(row, self.next_number + n) for n, row in enumerate(rows)]
+        file = AppendFile(self.path, truncate_to_bytes=self._length_bytes)
+        try:
+            file.write(added := b"".join(lines))
+            self._length_bytes, self._crc = file.tell(), zlib.crc32(added, self._crc)
+        finally:
+            file.close()
+            self._signature = read_signature(self.path)
+        self.next_number += len(lines)
+
+    def release_rows(self) -> None:
+        """Forgets the rows that were found, which may be many; `found` tells only the rest."""
+        self.content = replace(self.content, rows=[])
+
+    def require_unchanged(self) -> None:
+        """Damaged when the file is not as it was left; where it is read, it tells no more."""
+        now, seen = read_signature(self.path), self._signature
+        if now != seen:
+            if now and seen and now[:2] == seen[:2] and self._is_unchanged():
+                self._signature = now  # only its time is another, as after a touch
+                return
+            gone = not self.path.exists()
+            raise CorruptData(
+                "it is gone" if gone else "it was changed by somebody else", where=str(self.path)
+            )
+
+    def _is_unchanged(self) -> bool:
+        crc, left = 0, self._length_bytes
+        with self.path.open("rb") as file:
+            while block := file.read(min(left, BLOCK_BYTES)):
+                crc, left = zlib.crc32(block, crc), left - len(block)
+        return left == 0 and crc == self._crc
+
+    def replace(
+        self, rows: Iterable[Mapping[str, Any]], quarantine_root: Path | None = None
+    ) -> Path | None:
+        """Makes them all that the file holds, or leaves it as it is; StorageFull. Sets what was
+        there aside below `root`, if that is told; where it lies.
+        """
+        fresh = self.path.with_name(self.path.name + ".new")
+        fresh.unlink(missing_ok=True)  # cut short by a full disk
+        lines = [encode_row(row, n) for n, row in enumerate(rows)]
+        file = AppendFile(fresh)
+        try:
+            file.write(content := b"".join(lines))
+            file.sync()
+            self._length_bytes, self._crc = file.tell(), zlib.crc32(content)
+        finally:
+            file.close()
+        aside = (
+            quarantine(self.path, quarantine_root)
+            if quarantine_root is not None and self.path.exists()
+            else None
+        )
+        fresh.replace(self.path)
+        fsync_path(self.path.parent)
+        self.next_number, self._signature = len(lines), read_signature(self.path)
+        return aside
+
+
+def read_signature(path: Path) -> tuple[int, int, int] | None:
+    """What changes when somebody writes to a file, or puts another in its place."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

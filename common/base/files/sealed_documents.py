@@ -1,0 +1,41 @@
+"""JSON files that begin with a checksum of the rest: a byte that has changed is found when the file
+is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.checksum import CHECKSUM_BYTES, compute_checksum
+from meshrl.common.base.errors import CorruptData, NotFound
+
+_HEADER = '{"digest": "%s",'
+_HEADER_BYTES = len(_HEADER % ("0" * 2 * CHECKSUM_BYTES))
+
+
+def encode_sealed(document: Mapping[str, Any]) -> bytes:
+    """The JSON of a document that is not empty, with the checksum of its bytes before it."""
+    rest = json.dumps(document, indent=1).encode()[1:]
+    return (_HEADER % compute_checksum(rest).hex()).encode() + rest
+
+
+def decode_sealed(content: bytes, path: Path) -> dict[str, Any]:
+    """The document that was sealed; Damaged, which names `path`, for any other bytes."""
+    rest = content[_HEADER_BYTES:]
+    if not content:
+        raise CorruptData("it is empty", where=str(path))
+    if content[:_HEADER_BYTES] != (_HEADER % compute_checksum(rest).hex()).encode():
+        raise CorruptData("it is not what its digest says", where=str(path))
+    document: dict[str, Any] = json.loads(b"{" + rest)
+    return document
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The document in a file; NotFound without one, Damaged when it is not what was written."""
+    try:
+        return decode_sealed(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise NotFound("it is missing", where=str(path)) from None

@@ -1,0 +1,407 @@
+"""The native path: a whole step of the batch in one call of `kernels/csrc/decoder.cpp`.
+
+The library works in place on the arrays of `Slots` and on the block table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from meshrl.common.base.errors import MeshError
+from meshrl.common.generation.batch.adapter_deltas import ADAPTER_TARGETS, AdapterDeltas
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS, count_blocks
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.batch.step_compute import SlotIndices
+from meshrl.common.generation.engine_contract import IntArray
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.rope import build_rope_table
+from meshrl.common.weights.layout.version_image import list_tensor_parts
+from meshrl.kernels.library_build import Library, build_library
+
+HEAD_WIDTHS = (32, 64, 128)  # head widths with kernels; others are padded with zeros
+SCORE_CHUNK_TOKENS = 512  # tokens of one call
+DTYPE_DEFINES = {"float32": "", "bfloat16": "MESHRL_STORAGE=bf16"}
+WEIGHT_PARTS = (  # in the order of Part in decoder.cpp
+    "embedding",
+    "unembedding",
+    "final_norm",
+    "attention_norm",
+    "qkv",
+    "qkv_bias",
+    "query_norm",
+    "key_norm",
+    "output",
+    "output_bias",
+    "mlp_norm",
+    "gate_up",
+    "down",
+    "experts.router",
+    "experts.gate_up",
+    "experts.down",
+    "experts.shared_gate",
+    "experts.shared_gate_up",
+    "experts.shared_down",
+)
+
+# Kept as they come, whatever matrices are stored in.
+FLOAT32_PARTS = {"embedding", *(part for part in WEIGHT_PARTS if part.endswith(("norm", "bias")))}
+
+_SHAPE_FIELDS = (
+    *("vocab", "hidden", "layers", "heads", "kv_heads", "head_width", "rotary_width", "ffn"),
+    *("positions", "blocks", "experts", "experts_per_token", "expert_ffn", "normalise_routing"),
+    "shared_ffn",
+)
+
+
+class _ShapeStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _SHAPE_FIELDS),
+        ("norm_epsilon", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+    )
+
+
+class _TensorPieceStruct(ctypes.Structure):
+    _fields_ = (
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("at", ctypes.c_void_p),
+        ("narrow", ctypes.c_int64),
+    )
+
+
+_SLOT_ARRAYS = {
+    "tokens": np.int64,
+    "logprobs": np.float32,
+    "unmodified": np.float32,
+    "versions": np.int32,
+    "known": np.int64,
+    "computed": np.int64,
+    "limit": np.int64,
+    "stops": np.int64,
+    "table": np.int32,
+    "key": np.uint64,
+    "temperature": np.float32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "top_k": np.int64,
+    "wants_unmodified": np.bool_,
+    "finish": np.int8,
+    "experts": np.int16,
+    "adapter": np.int32,
+    "loaded": np.int32,
+}
+
+
+class _SlotsStruct(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _SLOT_ARRAYS),
+        *((name, ctypes.c_int64) for name in ("length", "table_width", "stop_width")),
+    )
+
+
+_ADDRESS, _NUMBER, _STATUS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_SIGNATURES = {
+    "decoder_new": (*[_ADDRESS] * 4, _NUMBER),
+    "decoder_delete": (_ADDRESS,),
+    "decoder_wake": (_ADDRESS,),
+    "decoder_sleep": (_ADDRESS,),
+    "decoder_copy_block": (_ADDRESS, _NUMBER, _NUMBER),
+    "decoder_item_bytes": (),
+    "decoder_read_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
+    "decoder_write_blocks": (_ADDRESS, _ADDRESS, _NUMBER, _ADDRESS),
+    "decoder_load": (_ADDRESS, ctypes.c_int, _NUMBER, _ADDRESS, _NUMBER),
+    "decoder_read": (_ADDRESS, ctypes.c_int, _NUMBER, _ADDRESS),
+    "decoder_adapter_begin": (_ADDRESS, _ADDRESS),
+    "decoder_adapter_set": (_ADDRESS, _NUMBER, ctypes.c_int, _NUMBER, _ADDRESS, _ADDRESS),
+    "decoder_adapter_commit": (_ADDRESS, _NUMBER),
+    "decoder_adapter_drop": (_ADDRESS, _NUMBER),
+    "decoder_score": (_ADDRESS, _ADDRESS, _NUMBER, _NUMBER, _ADDRESS),
+    "decoder_run": (*[_ADDRESS] * 4, _NUMBER, _NUMBER, ctypes.c_double),
+}
+_RESULTS = {
+    "decoder_new": _ADDRESS,
+    "decoder_item_bytes": _NUMBER,
+    "decoder_run": _NUMBER,
+    **dict.fromkeys(("decoder_wake", "decoder_load", "decoder_score"), _STATUS),
+    **dict.fromkeys(("decoder_adapter_begin", "decoder_adapter_commit"), _STATUS),
+}
+
+
+def build_native_library(config: ModelConfig, dtype: str = "float32") -> Library:
+    """The C++ library for models of this shape, or the reason why there is none."""
+    if dtype not in DTYPE_DEFINES:
+        return Library(None, f"dtype {dtype} has no native decoder")
+    if config.head_dim > HEAD_WIDTHS[-1]:
+        return Library(None, f"heads of width {config.head_dim} have no native attention")
+    return build_library("decoder", DTYPE_DEFINES[dtype])
+
+
+class NativeCompute:
+    """The model in C++, over a paged cache of its own."""
+
+    def __init__(
+        self, library: Library, config: ModelConfig, slots: Slots, num_blocks: int
+    ) -> None:
+        """Raises FileNotFoundError, with the reason, when the library could not be built, and
+        MeshError when memory runs out."""
+        self.vocab_size = config.vocab_size
+        self._config, self._slots = config, slots
+        self._width = next(width for width in HEAD_WIDTHS if width >= config.head_dim)
+        self._block_table: NDArray[np.int32] | None = None
+        self._slots_struct: _SlotsStruct | None = None
+        self._stop_ids: NDArray[np.int64] | None = None  # the array that the description points to
+        self._lib = library.load_with_signatures(_SIGNATURES, None, _RESULTS)
+        heads, item = config.kv_heads, self._lib.decoder_item_bytes()
+        self._rounds_weights = item < torch.float32.itemsize
+        shape = f"{config.layers}, 2, blocks, {heads}, {BLOCK_TOKENS} x {self._width}"
+        self.cache_layout = f"native, {item} bytes an item [{shape}]"
+        self.cache_bytes_per_token: int = 2 * config.layers * heads * self._width * item
+        positions = slots.max_length
+        rope = build_rope_table(config, positions).contiguous()
+        described = _ShapeStruct(
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_width=self._width,
+            rotary_width=config.head_dim,
+            ffn=config.ffn_size,
+            positions=positions,
+            blocks=num_blocks,
+            experts=config.experts,
+            experts_per_token=config.experts_per_token,
+            expert_ffn=config.expert_ffn_size,
+            normalise_routing=config.normalise_routing,
+            shared_ffn=config.shared_ffn_size,
+            norm_epsilon=config.norm_eps,
+            attention_scale=config.head_dim**-0.5,
+        )
+        kinds = np.zeros((config.layers, 3), np.int64)  # LayerKind in decoder.cpp
+        kinds[list(config.sparse_layers), 0] = 1
+        kinds[:, 1] = 1
+        kinds[list(config.unrotated_layers), 1] = 0
+        kinds[:, 2] = [config.get_window_tokens(layer) for layer in range(config.layers)]
+        absent = np.array(config.absent_ids, np.int64).reshape(-1, 2)  # Absent in sampling.h
+        about = rope.data_ptr(), kinds.ctypes.data, absent.ctypes.data, len(absent)
+        self._decoder = self._lib.decoder_new(ctypes.byref(described), *about)
+        if not self._decoder:
+            raise _out_of_memory_error()
+
+    def __del__(self) -> None:
+        if getattr(self, "_decoder", None):
+            self._lib.decoder_delete(self._decoder)
+
+    def attach_block_table(self, table: NDArray[np.int32]) -> None:
+        """Takes the block table that steps read."""
+        self._block_table = table
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copies a block's keys and values of all layers into another block."""
+        self._lib.decoder_copy_block(self._decoder, source, target)
+
+    def span_bytes(self, start: int, end: int) -> int:
+        """Bytes of the blocks of tokens [start, end); `start` begins a block."""
+        return (
+            (count_blocks(end) - start // BLOCK_TOKENS) * BLOCK_TOKENS * self.cache_bytes_per_token
+        )
+
+    def read_cache(self, slot: int, start: int, end: int) -> NDArray[np.uint8]:
+        """A copy of a slot's blocks of tokens [start, end), uint8."""
+        content = np.empty(self.span_bytes(start, end), np.uint8)
+        blocks = self._get_block_ids(slot, start, end)
+        self._lib.decoder_read_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+        return content
+
+    def write_cache(self, slot: int, start: int, end: int, content: NDArray[np.uint8]) -> None:
+        """Puts what `read` gave into the slot's blocks."""
+        blocks, content = self._get_block_ids(slot, start, end), np.ascontiguousarray(content)
+        self._lib.decoder_write_blocks(
+            self._decoder, blocks.ctypes.data, len(blocks), content.ctypes.data
+        )
+
+    def _get_block_ids(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
+        assert self._block_table is not None
+        return self._block_table[slot, start // BLOCK_TOKENS : count_blocks(end)]
+
+    def run_steps(
+        self, slots: SlotIndices, counts: SlotIndices, max_steps: int, budget_s: float
+    ) -> int:
+        """Runs `counts[i]` known tokens of each slot, then up to `steps` steps within `budget_s`
+        seconds where all counts are 1; returns the number of tokens sampled.
+        """
+        if self._slots_struct is None or self._stop_ids is not self._slots.stops:
+            assert self._block_table is not None
+            self._slots_struct = _describe_slots(self._slots, self._block_table)
+            self._stop_ids = self._slots.stops  # replaced when a request has more
+        sampled = self._lib.decoder_run(
+            self._decoder,
+            ctypes.byref(self._slots_struct),
+            slots.ctypes.data,
+            counts.ctypes.data,
+            len(slots),
+            max_steps,
+            budget_s,
+        )
+        if sampled < 0:
+            raise _out_of_memory_error()
+        return int(sampled)
+
+    @torch.inference_mode()
+    def load_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Packs weights for the C++ code. MeshError if there is no room for them."""
+        for name in state:
+            part, layer = _parse_tensor_name(name)
+            self._load_part(part, layer, self._get_elements(part, state, name))
+        if self._config.tie_embeddings:
+            self._load_part("unembedding", 0, self._get_elements("unembedding", state, "embedding"))
+
+    def _get_elements(self, part: str, state: Mapping[str, Tensor], name: str) -> list[Tensor]:
+        """A tensor's elements in their order, as they lie wherever they come from."""
+        if self._needs_padding(part):
+            return [self._pad_heads(part, state[name].float()).reshape(-1)]
+        return list_tensor_parts(state, name)
+
+    def _load_part(self, part: str, layer: int, given: list[Tensor]) -> None:
+        """Packs a part; nothing is copied before, unless it is of a type that is not native."""
+        lying = []
+        for tensor in (tensor.detach().cpu() for tensor in given if tensor.numel()):
+            native = tensor.dtype in (torch.float32, torch.bfloat16)
+            lying.append((tensor if native else tensor.float()).contiguous())
+        pieces, end = (_TensorPieceStruct * len(lying))(), 0
+        for piece, tensor in zip(pieces, lying, strict=True):
+            begin, end = end, end + tensor.numel()
+            narrow = tensor.dtype == torch.bfloat16
+            piece.begin, piece.end, piece.at, piece.narrow = begin, end, tensor.data_ptr(), narrow
+        about = WEIGHT_PARTS.index(part), layer, ctypes.byref(pieces), len(lying)
+        if self._lib.decoder_load(self._decoder, *about):
+            raise _out_of_memory_error()
+
+    @torch.inference_mode()
+    def find_differing_weights(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Names of the weights that the C++ code computes with otherwise than `state` has them."""
+        odd = [
+            name
+            for name, tensor in state.items()
+            if not self._has_weights(*_parse_tensor_name(name), tensor)
+        ]
+        if self._config.tie_embeddings:
+            tied = self._has_weights("unembedding", 0, state["embedding"])
+            odd += [] if tied else ["unembedding"]
+        return odd
+
+    def _has_weights(self, part: str, layer: int, tensor: Tensor) -> bool:
+        wanted = self._pad_heads(part, tensor.detach().float().cpu()).contiguous()
+        found = torch.empty_like(wanted)
+        self._lib.decoder_read(self._decoder, WEIGHT_PARTS.index(part), layer, found.data_ptr())
+        if self._rounds_weights and part not in FLOAT32_PARTS:
+            wanted = wanted.bfloat16().float()
+        return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+    @torch.inference_mode()
+    def load_adapter(self, adapter_index: int, deltas: AdapterDeltas) -> None:
+        """Packs an adapter, which takes its place as a whole. MeshError if there is no room."""
+        ranks = np.zeros((self._config.layers, len(ADAPTER_TARGETS)), np.int64)
+        for (layer, name), change in deltas.items():
+            ranks[layer, ADAPTER_TARGETS.index(name)] = change.rank
+        if self._lib.decoder_adapter_begin(self._decoder, ranks.ctypes.data):
+            raise _out_of_memory_error()
+        for (layer, name), change in deltas.items():
+            a = self._pad_heads(name, change.a) if name == "output" else change.a
+            b = self._pad_heads(name, change.b) if name == "qkv" else change.b
+            a, b = a.contiguous(), b.contiguous()
+            about = layer, ADAPTER_TARGETS.index(name), change.rank
+            self._lib.decoder_adapter_set(self._decoder, *about, a.data_ptr(), b.data_ptr())
+        if self._lib.decoder_adapter_commit(self._decoder, adapter_index):
+            raise _out_of_memory_error()
+
+    def drop_adapter(self, adapter_index: int) -> None:
+        """Frees an adapter, of which no slot runs a request."""
+        self._lib.decoder_adapter_drop(self._decoder, adapter_index)
+
+    def _needs_padding(self, part: str) -> bool:
+        """Whether its heads are of another width than there are kernels for."""
+        return self._width != self._config.head_dim and part in ("qkv", "qkv_bias", "output")
+
+    def _pad_heads(self, part: str, tensor: Tensor) -> Tensor:
+        """Heads widened to the width that there are kernels for."""
+        config, more = self._config, self._width - self._config.head_dim
+        if not self._needs_padding(part):
+            return tensor
+        if part == "output":
+            columns = torch.unflatten(tensor, 1, (config.heads, config.head_dim))
+            return pad(columns, (0, more)).flatten(1)
+        heads = config.heads + 2 * config.kv_heads
+        rows = torch.unflatten(tensor, 0, (heads, config.head_dim))
+        return pad(rows, (0, more) if rows.dim() == 2 else (0, 0, 0, more)).flatten(0, 1)
+
+    def score(
+        self, tokens: IntArray, blocks: IntArray, adapter_index: int = 0
+    ) -> NDArray[np.float32]:
+        """Log-probabilities at temperature 1 of all tokens but the first, by the adapter in
+        `place`: float32 [n - 1]. It writes into `blocks`.
+        """
+        scored = np.zeros(max(len(tokens) - 1, 0), np.float32)
+        row = np.ascontiguousarray(tokens, np.int64)
+        table = np.ascontiguousarray(blocks, np.int32)
+        computed, adapter = np.zeros(1, np.int64), np.array([adapter_index], np.int32)
+        alone = _SlotsStruct(
+            tokens=row.ctypes.data,
+            computed=computed.ctypes.data,
+            table=table.ctypes.data,
+            adapter=adapter.ctypes.data,
+            length=len(row),
+            table_width=len(table),
+        )
+        for start in range(0, len(scored), SCORE_CHUNK_TOKENS):
+            part = scored[start : start + SCORE_CHUNK_TOKENS]
+            if self._lib.decoder_score(
+                self._decoder, ctypes.byref(alone), 0, len(part), part.ctypes.data
+            ):
+                raise _out_of_memory_error()
+        return scored
+
+    def sleep(self) -> None:
+        """Frees the memory of weights and cache."""
+        self._lib.decoder_sleep(self._decoder)
+
+    def wake(self) -> None:
+        """Allocates weights and cache again; MeshError if there is no room for them."""
+        if self._lib.decoder_wake(self._decoder):
+            raise _out_of_memory_error()
+
+
+def _parse_tensor_name(name: str) -> tuple[str, int]:
+    """Part and layer of a tensor by its name."""
+    _, dot, rest = name.partition("layers.")
+    layer, _, part = rest.partition(".") if dot else ("0", "", name)
+    return part, int(layer)
+
+
+def _describe_slots(slots: Slots, table: NDArray[np.int32]) -> _SlotsStruct:
+    described = _SlotsStruct(
+        length=slots.max_length, table_width=table.shape[1], stop_width=slots.stops.shape[1]
+    )
+    for name, dtype in _SLOT_ARRAYS.items():
+        array = table if name == "table" else getattr(slots, name)
+        assert array.dtype == dtype and array.flags.c_contiguous
+        setattr(described, name, array.ctypes.data if array.size else None)
+    return described
+
+
+def _out_of_memory_error() -> MeshError:
+    return MeshError(
+        "no memory for the weights and the cache",
+        where="engine",
+        fix="lower rollout.kv_tokens or rollout.slots",
+    )

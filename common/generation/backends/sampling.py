@@ -1,0 +1,115 @@
+"""Sampling: from logits to tokens, by the inverse transform of one uniform number a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.batch.step_compute import SlotIndices
+from meshrl.common.generation.counter_rng import draw_uniforms
+from meshrl.kernels.ops import token_logprob
+
+
+@dataclass(frozen=True, slots=True)
+class RowSamplingParams:
+    """How n rows sample."""
+
+    temperature: NDArray[np.float32]  # 0: the likeliest token
+    top_p: NDArray[np.float32]  # 1: all
+    top_k: NDArray[np.int64]  # 0: all
+    min_p: NDArray[np.float32]  # 0: all
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether any row leaves tokens out."""
+        return bool((self.top_p < 1).any() or self.top_k.any() or self.min_p.any())
+
+
+def sample_slots(
+    state: Slots, slots: SlotIndices, logits: Tensor, experts: Tensor | None = None
+) -> None:
+    """Samples the next token of each of `slots` from float32 logits [n, vocab]; `experts` are those
+    that the tokens before went to, [n, sparse layers, k], in a mixture of them."""
+    how = RowSamplingParams(
+        state.temperature[slots], state.top_p[slots], state.top_k[slots], state.min_p[slots]
+    )
+    drawn = draw_uniforms(state.key[slots], state.known[slots])
+    tokens, logprobs = sample_tokens(logits, how, drawn)
+    asked = state.wants_unmodified[slots]
+    plain = logprobs
+    if asked.any():
+        plain = np.where(asked, compute_raw_logprobs(logits, tokens), np.float32(np.nan))
+    if experts is None:
+        return state.append_sampled(slots, tokens, logprobs, plain)
+    went = experts.flatten(1).to(torch.int16).cpu().numpy()
+    state.append_sampled(slots, tokens, logprobs, plain, went)
+
+
+def sample_tokens(
+    logits: Tensor, params: RowSamplingParams, uniforms: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """(tokens, log-probabilities) [n] of float32 logits [n, vocab] over their rows' temperatures.
+
+    The token is the first whose cumulative probability exceeds the row's uniform number; rows of
+    temperature 0 take the largest logit instead, with its log-probability at temperature 1.
+    """
+    temperature = params.temperature
+    if (temperature == 1).all() and not params.has_filters:
+        probabilities = logits.softmax(-1)
+        chosen = _sample_by_inverse_transform(probabilities, uniforms)
+    else:
+        greedy = temperature == 0
+        divisor = _to_column(np.where(greedy, np.float32(1), temperature), logits)
+        probabilities = (logits / divisor).softmax(-1)
+        if params.has_filters:
+            kept = _filter_tokens(probabilities, params) | _to_column(greedy, logits)
+            probabilities = torch.where(kept, probabilities, 0)
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        chosen = logits.argmax(-1, keepdim=True)
+        if not greedy.all():
+            likely = _sample_by_inverse_transform(probabilities, uniforms)
+            chosen = torch.where(_to_column(greedy, logits), chosen, likely)
+    logprobs = probabilities.gather(1, chosen).log()
+    return chosen.squeeze(1).cpu().numpy(), logprobs.squeeze(1).cpu().numpy()
+
+
+def compute_raw_logprobs(logits: Tensor, tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Log-probabilities [n] of `tokens` at temperature 1, nothing left out."""
+    chosen = torch.from_numpy(tokens).to(logits.device)
+    heat = torch.ones(len(tokens), device=logits.device)
+    found: NDArray[np.float32] = token_logprob(logits.contiguous(), chosen, heat).cpu().numpy()
+    return found
+
+
+def _filter_tokens(probabilities: Tensor, params: RowSamplingParams) -> Tensor:
+    """Which tokens stay: top-k, then top-p of what is left, then min-p of the likeliest (the order
+    of transformers' warpers). Equal ones go by id."""
+    ordered, order = probabilities.double().sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(ordered.shape[1], device=ordered.device)
+    vocab = ordered.shape[1]
+    most = _to_column(np.where(params.top_k > 0, params.top_k, vocab), ordered)
+    ordered = torch.where(rank < most, ordered, 0)
+    before = ordered.cumsum(-1) - ordered
+    kept = before < _to_column(params.top_p, ordered).double() * ordered.sum(-1, keepdim=True)
+    kept &= ordered >= _to_column(params.min_p, ordered).double() * ordered[:, :1]
+    kept &= ordered > 0
+    kept[:, 0] = True
+    return torch.zeros_like(kept).scatter_(1, order, kept)
+
+
+def _sample_by_inverse_transform(probabilities: Tensor, uniforms: NDArray[np.float64]) -> Tensor:
+    # float64: over a large vocabulary a float32 sum would give its last tokens nothing
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    heights = _to_column(uniforms, probabilities) * cumulative[:, -1:]
+    found = torch.searchsorted(cumulative, heights, right=True)
+    # What is no number is larger than all: its token stays in the vocabulary, its logprob is nan.
+    return found.clamp_(max=probabilities.shape[1] - 1)
+
+
+def _to_column(values: NDArray[np.generic], like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device).unsqueeze(1)

@@ -1,0 +1,166 @@
+"""The paged cache of the slots: a block table that grows with their tokens and shares prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.common.generation.batch.blocks import (
+    BLOCK_TOKENS,
+    BlockPool,
+    PrefixCache,
+)
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.batch.step_compute import SlotIndices
+
+EVICT_BATCH_BLOCKS = 16  # blocks at once: each search begins at the front
+
+
+class PagedCache:
+    """`table[slot]` names the blocks of a slot's tokens, in order; `held[slot]` of them are its.
+
+    `blocks` must hold one slot of full length and one block beside.
+    """
+
+    def __init__(
+        self, slots: Slots, num_blocks: int, copy_block: Callable[[int, int], None]
+    ) -> None:
+        self._slots = slots
+        self._copy_block = copy_block  # (from, to): of a block's keys and values
+        self.block_table = np.zeros(
+            (slots.num_slots, -(-slots.max_length // BLOCK_TOKENS)), np.int32
+        )
+        self.blocks_per_slot = np.zeros(slots.num_slots, np.int64)
+        self.block_pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(self.block_pool)
+        self._num_reused_tokens = np.zeros(
+            slots.num_slots, np.int64
+        )  # computed tokens that it did not run
+
+    def prepare_slot(self, slot: int) -> None:
+        """Readies a slot for its new request: blocks behind its computed tokens are given up, and a
+        shared last block is replaced by a copy.
+        """
+        computed = int(self._slots.computed[slot])
+        keep = -(-computed // BLOCK_TOKENS)
+        for index in range(keep, int(self.blocks_per_slot[slot])):
+            self.block_pool.remove_reference(int(self.block_table[slot, index]))
+        self.blocks_per_slot[slot] = min(self.blocks_per_slot[slot], keep)
+        if computed % BLOCK_TOKENS:
+            self.prefix_cache.remove_tail(
+                int(self.block_table[slot, keep - 1])
+            )  # it is written again
+        if (
+            computed % BLOCK_TOKENS
+            and self.block_pool.ref_counts[self.block_table[slot, keep - 1]] > 1
+        ):
+            # The last block is shared, and the next token would go into it.
+            if self._count_available() == 0:
+                self.block_pool.remove_reference(int(self.block_table[slot, keep - 1]))
+                self.blocks_per_slot[slot] = keep - 1
+                self._slots.computed[slot] = (keep - 1) * BLOCK_TOKENS
+            else:
+                shared = int(self.block_table[slot, keep - 1])
+                self.block_table[slot, keep - 1] = self._allocate_block()
+                self._copy_block(shared, int(self.block_table[slot, keep - 1]))
+                self.block_pool.remove_reference(shared)
+        self._num_reused_tokens[slot] = self._slots.computed[slot]
+
+    def reuse_prefix(self, slot: int) -> None:
+        """Gives the slot the blocks of others that begin with the same tokens under the same
+        weights.
+        """
+        slots = self._slots
+        computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
+        if computed != self._num_reused_tokens[slot] or (
+            computed and slots.cache_weights_id[slot] != weights
+        ):
+            return
+        match = self.prefix_cache.match(slots.tokens[slot, : slots.known[slot] - 1], weights)
+        if match.num_tokens <= computed:
+            return
+        for block in match.blocks:
+            self.block_pool.add_reference(block)
+        copied = None
+        if match.num_tail_tokens:
+            self.block_pool.add_reference(
+                match.tail_block
+            )  # making room for the copy must not take it away
+            if self._count_available():
+                copied = self._allocate_block()
+                self._copy_block(match.tail_block, copied)
+            self.block_pool.remove_reference(match.tail_block)
+        self.free_slot(slot)
+        held = len(match.blocks)
+        self.block_table[slot, :held] = match.blocks
+        if copied is not None:
+            self.block_table[slot, held] = copied
+            held += 1
+        self.blocks_per_slot[slot] = held
+        slots.computed[slot] = match.num_tokens if copied is not None else held * BLOCK_TOKENS
+        slots.cache_weights_id[slot] = weights
+        self._num_reused_tokens[slot] = slots.computed[slot]
+
+    def publish_prefix(self, slot: int, include_tail: bool) -> None:
+        """Lets others share the slot's full blocks, and with `tail` its last one too."""
+        slots = self._slots
+        computed, weights = int(slots.computed[slot]), slots.get_weights_id(slot)
+        if computed and slots.cache_weights_id[slot] == weights:
+            used = self.block_table[slot, : -(-computed // BLOCK_TOKENS)]
+            self.prefix_cache.insert(slots.tokens[slot, :computed], used, include_tail, weights)
+
+    def allocate_blocks(self, slot: int, tokens: int, spare_blocks: int = 0) -> bool:
+        """Takes blocks for the slot's first `tokens` tokens. False: the pool has too few for them
+        and `spare` more.
+        """
+        wanted = -(-tokens // BLOCK_TOKENS) - int(self.blocks_per_slot[slot])
+        if wanted <= 0:
+            return True
+        if (
+            self.block_pool.num_free < wanted + spare_blocks
+            and self._count_available() < wanted + spare_blocks
+        ):
+            return False
+        for _ in range(wanted):
+            self.block_table[slot, self.blocks_per_slot[slot]] = self._allocate_block()
+            self.blocks_per_slot[slot] += 1
+        return True
+
+    def find_slots_short_of_blocks(self, slots: SlotIndices, tokens: SlotIndices) -> SlotIndices:
+        """The slots of `slots` whose first `tokens[i]` tokens have no blocks yet."""
+        return slots[self.blocks_per_slot[slots] * BLOCK_TOKENS < tokens]
+
+    def free_slot(self, slot: int) -> None:
+        """Gives up all blocks of the slot."""
+        for index in range(int(self.blocks_per_slot[slot])):
+            self.block_pool.remove_reference(int(self.block_table[slot, index]))
+        self.blocks_per_slot[slot] = 0
+        self._slots.computed[slot] = self._num_reused_tokens[slot] = 0
+
+    def clear_prefixes(self) -> None:
+        """Makes nothing shareable that is computed so far."""
+        self.prefix_cache.clear()
+
+    def borrow_blocks(self, tokens: int) -> NDArray[np.int64] | None:
+        """The numbers of free blocks for `tokens` tokens, int64, until `give_back`; None: there are
+        too few.
+        """
+        wanted = -(-tokens // BLOCK_TOKENS)
+        if self._count_available() < wanted:
+            return None
+        return np.array([self._allocate_block() for _ in range(wanted)], np.int64)
+
+    def return_blocks(self, blocks: NDArray[np.int64]) -> None:
+        """Returns blocks that `borrow` gave."""
+        for block in blocks.tolist():
+            self.block_pool.remove_reference(block)
+
+    def _count_available(self) -> int:
+        return self.block_pool.num_free + self.prefix_cache.count_evictable()
+
+    def _allocate_block(self) -> int:
+        if not self.block_pool.num_free:
+            self.prefix_cache.evict(EVICT_BATCH_BLOCKS)
+        return self.block_pool.allocate()

@@ -1,0 +1,130 @@
+"""Builds the built-in engine, on the fastest path that this host supports: on a GPU the GPU's, or
+none at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.backends.graphs import GraphCompute
+from meshrl.common.generation.backends.native import (
+    DTYPE_DEFINES,
+    NativeCompute,
+    build_native_library,
+)
+from meshrl.common.generation.batch.blocks import BLOCK_TOKENS
+from meshrl.common.generation.batch.paged_cache import PagedCache
+from meshrl.common.generation.batch.slots import Slots
+from meshrl.common.generation.builtin.engine import BuiltinEngine, EngineOptions
+from meshrl.common.hardware.gpus import gpu_requirement
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.kernels.library_build import Library
+from meshrl.kernels.ops import can_capture_cuda_graph
+
+BACKENDS = ("auto", "native", "eager", "graphs")
+BACKEND_LABELS = {"eager": "torch eager", "graphs": "graphs"}  # of the torch paths, for people
+BUILD_TIMEOUT_S = 300.0  # some 10 s on a quiet core; engines of one host wait for each other
+_LOG = logging.getLogger(__name__)
+
+__all__ = ["BACKENDS", "BUILD_TIMEOUT_S", "BuiltinEngine", "build_engine"]
+
+
+@dataclass(frozen=True)
+class EngineBackend:
+    """A path, and where it computes."""
+
+    name: str  # native | eager | graphs
+    device: torch.device
+    fallback_reason: str = ""  # it is not a faster one
+    library: Library | None = None  # of the native path
+
+
+def choose_backend(requested: str, device: str, config: ModelConfig, dtype: str) -> EngineBackend:
+    """What `path` means for a worker of `device` ("cpu" or "cuda"). `auto` on cuda is the GPU's
+    path or NoGpuPath, never another one; on a CPU it is native, or eager where there is no
+    compiler. ConfigError where native is asked for and cannot be had.
+    """
+    cpu = torch.device("cpu")
+    if device == "cuda" and requested in ("auto", "graphs"):
+        return choose_gpu_backend()
+    if requested == "graphs":
+        return EngineBackend("graphs", cpu)
+    if device == "cuda":
+        _LOG.warning(
+            "the engine decodes on the CPU of a worker with a GPU: rollout.path %s", requested
+        )
+    if requested == "eager":
+        return EngineBackend("eager", cpu, "asked for")
+    found = build_native_library(config, dtype)
+    if found.path is not None:
+        return EngineBackend("native", cpu, library=found)
+    if requested == "native":
+        raise ConfigError(found.reason, where="rollout.path", fix="install g++, or use eager")
+    _LOG.warning("the engine takes its torch path: %s", found.reason)
+    return EngineBackend("eager", cpu, found.reason)
+
+
+def choose_gpu_backend() -> EngineBackend:
+    """The GPU's path; NoGpuPath, with what is missing."""
+    gpu_requirement.require_gpu("the engine")
+    why = "" if can_capture_cuda_graph() else "operators are plain PyTorch, without CUDA graphs"
+    return EngineBackend("graphs", torch.device("cuda"), why)
+
+
+def build_engine(
+    config: ModelConfig,
+    num_slots: int,
+    max_length: int,
+    *,
+    backend: str = "auto",
+    device: str = "cpu",
+    dtype: str = "float32",
+    kv_cache_tokens: int = 0,
+    **options: Any,
+) -> BuiltinEngine:
+    """An engine of `slots` sequences of up to `max_length` tokens, asleep until it gets weights.
+
+    `path`: `native` needs a C++ compiler, `eager` only torch, `graphs` is for a GPU, and runs on a
+    CPU as well; `auto` is what `device`, "cpu" or "cuda", has for it (`chosen`). `kv_tokens`: of
+    the paged cache; 0: all slots full. `options` are EngineOptions'. ConfigError for what cannot be
+    had, a GPU among it.
+    """
+    if max_length > config.max_positions:
+        dynamic = (config.rope_scaling or {}).get("rope_type") == "dynamic"
+        beyond = ", behind which its dynamic scaling would begin" if dynamic else ""
+        raise ConfigError(
+            f"slots of {max_length} tokens exceed the model's {config.max_positions} positions"
+            + beyond,
+            where="rollout.max_tokens",
+            fix="lower it" if dynamic else "lower it, or raise max_position_embeddings",
+        )
+    if backend not in BACKENDS or dtype not in DTYPE_DEFINES:
+        raise ConfigError(
+            f"there is no path {backend!r} in {dtype!r}",
+            where="rollout",
+            fix=f"path: one of {', '.join(BACKENDS)}; dtype: one of {', '.join(DTYPE_DEFINES)}",
+        )
+    how = EngineOptions(**options)
+    places = Slots(num_slots, max_length, math.prod(config.routing_shape))
+    width = -(-max_length // BLOCK_TOKENS)
+    blocks = max(-(-kv_cache_tokens // BLOCK_TOKENS) or num_slots * width, width + 1)
+
+    taken = choose_backend(backend, device, config, dtype)
+    compute: NativeCompute | GraphCompute
+    if taken.library is not None:
+        compute = NativeCompute(taken.library, config, places, blocks)
+        name = f"native, {dtype}"
+    else:
+        compute = GraphCompute(config, getattr(torch, dtype), places, blocks, taken.device)
+        behind = f" ({taken.fallback_reason})" if taken.fallback_reason else ""
+        on = f", {taken.device.type}" if taken.name == "graphs" else ""
+        name = f"{BACKEND_LABELS[taken.name]}, {dtype}{on}{behind}"
+    memory = PagedCache(places, blocks, compute.copy_block)
+    compute.attach_block_table(memory.block_table)
+    return BuiltinEngine(places, compute, memory, config, name, how)

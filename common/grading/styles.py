@@ -1,0 +1,68 @@
+"""Says of what style a row's tests are, or what is wrong with them whatever a program answers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from meshrl.common.grading import cases, python_tests
+from meshrl.common.grading.cases import FunctionTests, InvalidTests, Tests
+
+LEETCODE_CLASS = "Solution"  # of LeetCode, whose methods are called
+HUMANEVAL_CHECK = "def check("  # of HumanEval, which another function has to call
+CACHED_MODULES = 1024  # modules of tests that are not read again: a group's answers share a row
+STDIN, CALLS, PYTHON = "stdin", "calls", "Python"
+
+
+def get_tests(row: dict[str, Any], name: str) -> Any:
+    """What a row has under the name that the option `tests` gives; BadTests if it has nothing."""
+    if name in row:
+        return row[name]
+    has = ", ".join(map(repr, row)) or "nothing"
+    raise InvalidTests(f"the row has no {name!r}, which options.tests names; it has {has}")
+
+
+def classify_tests(tests: Any) -> tuple[str, Tests]:
+    """The style, and what the tests are. BadTests if they are none, Unsupported if no runner could
+    judge by them.
+    """
+    found = cases.parse_tests(tests)
+    if isinstance(found, str):
+        _check_python_tests(found)
+        return PYTHON, found
+    if not found.cases:
+        raise InvalidTests("there is no case")
+    if isinstance(found, FunctionTests):
+        if not all(part.isidentifier() for part in found.function.split(".")):
+            raise InvalidTests(
+                f"{found.function!r:.60} is not the name of a function or Class.method"
+            )
+        if found.function == LEETCODE_CLASS:
+            what = f"{LEETCODE_CLASS} is a class, which is not called"
+            raise InvalidTests(f"{what}: name its method, {LEETCODE_CLASS}.NAME")
+        return CALLS, found
+    return STDIN, found
+
+
+@functools.lru_cache(CACHED_MODULES)
+def _check_python_tests(tests: str) -> None:
+    if not tests.strip():
+        raise InvalidTests("an empty text")
+    try:
+        found = python_tests.list_test_names(tests)
+    except SyntaxError as error:
+        if tests.lstrip()[:1] in ("{", "["):
+            raise InvalidTests("a text that begins like JSON, but is none") from None
+        raise InvalidTests(f"syntax error in Python, line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise InvalidTests(f"no Python: {error or type(error).__name__}") from None
+    if not found:
+        begins = " and begins like JSON, which it is not" if tests.lstrip()[:1] in "{[" else ""
+        how = (
+            "`def test_x(): check(NAME)`"
+            if HUMANEVAL_CHECK in tests
+            else "`def test_x(): assert ...`"
+        )
+        raise InvalidTests(
+            f"Python without a function test_*{begins}: write `from solution import NAME`, {how}"
+        )

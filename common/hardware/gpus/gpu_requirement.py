@@ -1,0 +1,32 @@
+"""Whether this process can compute on its GPU, by torch's word; it makes no CUDA context."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.visibility import CUDA_ENV
+
+
+class GpuUnusable(ConfigError):
+    """A process is to compute on a GPU, and cannot."""
+
+    code = "no_gpu_path"
+
+
+def require_gpu(component: str) -> None:
+    """NoGpuPath, with what is missing, unless torch sees a GPU for `component`. It blocks."""
+    if torch.cuda.is_available():
+        return
+    seen = os.environ.get(CUDA_ENV)
+    limit = f"{CUDA_ENV} is not set" if seen is None else f"{CUDA_ENV}={seen!r}"
+    lacking = f", built for CUDA {torch.version.cuda}, finds none ({limit})"
+    if torch.version.cuda is None:
+        lacking = " is built without CUDA"
+    raise GpuUnusable(
+        f"{component} cannot compute on a GPU: torch {torch.__version__}{lacking}",
+        where="mesh.device",
+        fix="Repair that, or start the mesh's workers with `--device cpu`",
+    )

@@ -1,0 +1,47 @@
+"""The GPUs of this host that are ours, or what was looked for in vain."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus import nvml
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.visibility import explain_no_devices, select_visible
+
+DRIVER_TIMEOUT_S = 30.0  # the driver initialises GPUs that nobody uses, up to seconds each
+
+
+def select_devices(environment: Mapping[str, str] = os.environ) -> list[Device]:
+    """Every device to compute on, at least one. NoDriver; ConfigError with what was looked for
+    where there is none, or where the environment names what is not there. It blocks.
+    """
+    with nvml.open_driver() as opened:
+        devices = opened.list_devices()
+    found = select_visible(devices, environment)
+    if not found:
+        raise ConfigError(
+            f"there is no GPU to compute on: {explain_no_devices(devices, environment)}",
+            where="mesh.device",
+            fix='Ask the resource manager for GPUs, or set mesh.device = "cpu"',
+        )
+    return found
+
+
+def check_device_count(devices: list[Device], workers: int, where: str = "mesh.workers") -> None:
+    """ConfigError where more workers than devices are asked for: two on one GPU would run out of
+    its memory, and cannot train together.
+    """
+    if workers > len(devices):
+        named = ", ".join(device.label for device in devices)
+        alone = (
+            "; on one GPU a job computes by turns in a mesh that stands: `meshrl up --device cuda "
+            "--workers 1`, then `meshrl submit`"
+        )
+        raise ConfigError(
+            f"{workers} workers are asked for, and there are {len(devices)} GPUs ({named}): each "
+            "worker has one of its own",
+            where=where,
+            fix=f"Ask for {len(devices)}, or for more GPUs{alone if len(devices) == 1 else ''}",
+        )

@@ -1,0 +1,157 @@
+"""Which of a host's devices are ours: what Slurm, Kubernetes or a person has set is respected.
+
+`CUDA_VISIBLE_DEVICES` is read as CUDA reads it, but that a name which CUDA would drop in silence,
+with all behind it, is refused. `NVIDIA_VISIBLE_DEVICES` is for the container runtime, which has
+acted on it; where it could not (a privileged container lists all GPUs of the host), it holds here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+
+CUDA_ENV, CONTAINER_ENV, ORDER_ENV = (
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+)
+BY_BUS = "PCI_BUS_ID"  # the order in which the driver counts
+# `void`: CDI has put devices there, and keeps others from doing so once more.
+UNRESTRICTED = ("", "all", "void")
+_NUMBER = re.compile(r"[+-]?\d+")  # what CUDA makes of "1gpu" is 1
+_PART = re.compile(r"(?P<gpu>GPU-[^/]+)/(?P<gi>\d+)/(?P<ci>\d+)")  # as drivers before R470 wrote
+
+
+def select_visible(devices: Sequence[Device], environment: Mapping[str, str]) -> list[Device]:
+    """The devices to compute on, in the order in which they are named; no GPU in MIG mode, but its
+    instances. Empty: none, as `why_none` says.
+
+    `devices` are all that the driver lists, GPUs by index, each followed by its instances.
+    ConfigError for a name that fits none or several of them, is there twice, or is of one that is
+    lost.
+    """
+    asked = environment.get(CUDA_ENV)
+    found = list(devices) if asked is None else _select_named(devices, asked, environment)
+    allowed = _select_allowed(devices, environment.get(CONTAINER_ENV, ""))
+    whole = [device for device in found if not device.sliced and device in allowed]
+    if asked is not None:
+        for device in whole:
+            if device.lost:
+                raise _rejection(asked, f"{device.label}: {device.lost}", "Leave it out")
+    return [device for device in whole if not device.lost]
+
+
+def explain_no_devices(devices: Sequence[Device], environment: Mapping[str, str]) -> str:
+    """What was looked for where `visible` is empty."""
+    said = [
+        f"{name}={environment[name]!r}" for name in (CUDA_ENV, CONTAINER_ENV) if name in environment
+    ]
+    if lost := [f"{device.label}: {device.lost}" for device in devices if device.lost]:
+        said.append("lost: " + "; ".join(lost))
+    bare = [d for d in devices if d.sliced and not any(o.parent == d.uuid for o in devices)]
+    if bare:
+        said.append("in MIG mode without an instance: " + ", ".join(d.label for d in bare))
+    count = sum(not device.parent for device in devices)
+    return f"the driver lists {count} GPUs" + (f" ({'; '.join(said)})" if said else "")
+
+
+def _select_named(
+    devices: Sequence[Device], requested: str, environment: Mapping[str, str]
+) -> list[Device]:
+    found: list[Device] = []
+    numbered = False
+    for word in (part.strip() for part in requested.split(",")):
+        number = _NUMBER.match(word)
+        if number is not None and int(number[0]) >= 0:
+            gpus = {device.index: device for device in devices if not device.parent}
+            if int(number[0]) not in gpus:
+                why = f"there is no GPU {int(number[0])}, the driver lists {len(gpus)}"
+                fix = "CUDA would drop it, and all that is named behind it"
+                raise _rejection(requested, why, fix)
+            chosen = _expand_mig(devices, gpus[int(number[0])])
+            numbered = True
+        elif word.startswith(("GPU-", "MIG-")):
+            fits = _match_uuid(devices, word)
+            if len(fits) != 1:
+                several = f"{word} fits {len(fits)} devices: {', '.join(d.uuid for d in fits)}"
+                why = several if fits else f"the driver lists no {word}"
+                raise _rejection(requested, why, "`nvidia-smi -L` lists them")
+            chosen = _expand_mig(devices, fits[0])
+        else:  # -1, NoDevFiles (Slurm's for none), nothing: for CUDA the list ends here
+            break
+        if any(device in found for device in chosen):
+            raise _rejection(requested, f"{word} is there twice", "CUDA would see no device at all")
+        found += chosen
+    if numbered:
+        _check_order(devices, found, requested, environment)
+    return found
+
+
+def _expand_mig(devices: Sequence[Device], device: Device) -> list[Device]:
+    """A device; of a GPU in MIG mode its instances."""
+    if not device.sliced:
+        return [device]
+    return [one for one in devices if one.parent == device.uuid]
+
+
+def _check_order(
+    devices: Sequence[Device],
+    selected: Sequence[Device],
+    requested: str,
+    environment: Mapping[str, str],
+) -> None:
+    """CUDA counts the fastest GPU first unless it is told otherwise, the driver and Slurm by bus:
+    where GPUs differ, and some are left out, nobody knows which are meant.
+    """
+    gpus = [device for device in devices if not device.parent]
+    every = {device.gpu_uuid for device in selected} == {gpu.uuid for gpu in gpus}
+    alike = len({gpu.name for gpu in gpus}) <= 1
+    if not (every or alike or environment.get(ORDER_ENV) == BY_BUS):
+        names = ", ".join(gpu.label for gpu in gpus)
+        raise _rejection(
+            requested,
+            f"its numbers may count by speed or by bus, and these GPUs differ: {names}",
+            f"Set {ORDER_ENV}={BY_BUS} (Slurm counts so), or name them by UUID",
+        )
+
+
+def _select_allowed(devices: Sequence[Device], requested: str) -> Sequence[Device]:
+    """What the container was given. Its numbers are the host's, and count only where the runtime
+    has not left out the others.
+    """
+    words = [word.strip() for word in requested.split(",") if word.strip()]
+    if requested in UNRESTRICTED or any(word.startswith("/") for word in words):
+        return devices  # /var/run/...: they are given as mounts
+    if words == ["none"]:
+        return []
+    by_name = [word for word in words if word.startswith(("GPU-", "MIG-"))]
+    if by_name:
+        chosen = [device for name in by_name for device in _match_uuid(devices, name)]
+    elif sum(not device.parent for device in devices) > len(words):
+        chosen = []
+        for word in words:  # the GPU of a number, or the instance of GPU:NUMBER
+            gpu, _, instance = word.partition(":")
+            there = [d for d in devices if not d.parent and str(d.index) == gpu]
+            if instance and there:
+                there = [device for device in devices if device.parent == there[0].uuid]
+                there = there[int(instance) : int(instance) + 1] if instance.isdigit() else []
+            chosen += there
+    else:
+        return devices
+    return [device for one in chosen for device in _expand_mig(devices, one)]
+
+
+def _match_uuid(devices: Sequence[Device], name: str) -> list[Device]:
+    """Those of a UUID, of the beginning of one, or of MIG-GPU-<uuid>/<instance>/<compute>."""
+    part = _PART.fullmatch(name.removeprefix("MIG-"))
+    if part is None:
+        return [device for device in devices if device.uuid.startswith(name)]
+    numbers = int(part["gi"]), int(part["ci"])
+    return [d for d in devices if d.parent.startswith(part["gpu"]) and d.instance == numbers]
+
+
+def _rejection(requested: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(f"{CUDA_ENV}={requested!r}: {reason}", where=CUDA_ENV, fix=fix)

@@ -1,0 +1,170 @@
+"""Declared profiles of accelerators, for setups that nobody has measured.
+
+A forward has two kinds of arithmetic: matrices (projections, experts, head) and attention scores.
+Both run at a kind's public peak times `UTILISATION`, scores at `SCORES` of that. Old kinds are
+known by how much slower their kernels are than those of new ones, which HeterMoE (arXiv 2504.03871)
+has measured for V100 and T4: `MEASURED` has these ratios, and none of its throughputs.
+
+What it measured as attention has projections in it. With the ratio of matrices taken out of them,
+T4's ratios at 4K and at 64K tokens leave the same for scores, 14.25 and 14.22. Between the
+lengths that were measured the ratio of scores is straight over the logarithm of the length, and
+beyond them constant.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import TRAINING_SHARE, load_accelerators
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, MixtureProfile
+
+UTILISATION = TRAINING_SHARE  # of public peaks; an assumption, as of all training here
+SCORE_SPEED = 1.0  # of the speed of matrices; an assumption
+STATE_BYTES_PER_PARAMETER = (
+    16  # a parameter: weight and gradient in 16 bits, Adam in 32 (ZeRO, arXiv 1910.02054)
+)
+GRADIENT_BYTES_PER_PARAMETER = 2
+USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and what one task needs
+LATENCY_S = 50e-6  # of a collective between hosts
+LENGTHS = tuple(quarter << power for power in range(6, 16) for quarter in (4, 5, 6, 7))
+ROWS = (1,)  # experts take as long for each row: a curve through one point
+
+# The shape that ratios of attention are read as measured on: 2,048 wide with 8 key-value heads of
+# 128, as the source's models W1 and W2 are if they are like Mixtral.
+PROJECTION_FLOPS = 2 * 2 * (2048 * 2048 + 2048 * 1024)  # of a token
+SCORE_FLOPS = 2 * 2048  # of a token, for each token of its sequence
+
+
+class SpeedRatio(NamedTuple):
+    """How many times as long a kind takes as another."""
+
+    reference_kind: str
+    matrices: float
+    attention: tuple[tuple[int, float], ...]  # (length, times)
+
+
+MEASURED_RATIOS = {
+    "V100": SpeedRatio("A40", 1 / 0.8, ((65536, 3.7),)),
+    "T4": SpeedRatio("L40S", 7.0, ((4096, 9.9), (65536, 13.6))),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredSpeed:
+    """Operations a second that a kind reaches."""
+
+    matrix_flops_per_s: float
+    score_flops_per_s: tuple[tuple[int, float], ...]  # (length, operations a second)
+
+    def interpolate_score_flops_per_s(self, length: float) -> float:
+        """Of attention scores in sequences of a length."""
+        at = bisect_left(self.score_flops_per_s, (length,))
+        if at in (0, len(self.score_flops_per_s)):
+            return self.score_flops_per_s[min(at, len(self.score_flops_per_s) - 1)][1]
+        (short, low), (long, high) = self.score_flops_per_s[at - 1 : at + 1]
+        share = math.log(length / short) / math.log(long / short)
+        return 1 / ((1 - share) / low + share / high)
+
+
+def compute_speed(
+    kind: str, utilisation: float = UTILISATION, score_speed: float = SCORE_SPEED
+) -> DeclaredSpeed:
+    """What a kind of `common/hardware/accelerators.toml` reaches. ConfigError for no such kind."""
+    ratio = MEASURED_RATIOS.get(kind)
+    known = load_accelerators().get(ratio.reference_kind if ratio else kind)
+    if known is None:
+        raise ConfigError(
+            f"nothing is known of {kind}",
+            where="declared profiles",
+            fix=f"measure it, or take one of {', '.join(load_accelerators())}",
+        )
+    peak = known.flops * utilisation
+    if ratio is None:
+        return DeclaredSpeed(peak, ((1, peak * score_speed),))
+    return DeclaredSpeed(
+        peak / ratio.matrices,
+        tuple(
+            (length, peak * score_speed / _compute_score_ratio(ratio, length, times, score_speed))
+            for length, times in ratio.attention
+        ),
+    )
+
+
+def build_declared_profile(
+    shape: ModelShape,
+    fast: str,
+    slow: str,
+    *,
+    link_bytes_per_s: float = 0.0,
+    utilisation: float = UTILISATION,
+    score_speed: float = SCORE_SPEED,
+) -> MixtureProfile:
+    """A mixture on two kinds; without a link's bandwidth it is that of the slower network."""
+    networks = [load_accelerators()[kind].network_bytes_per_s for kind in (fast, slow)]
+    expert = _count_expert_parameters(shape)
+    rest = shape.parameters - shape.moe_layers * shape.experts * expert
+    row_bytes = shape.hidden * shape.dtype_bytes
+    return MixtureProfile(
+        fast=_compute_accelerator_costs(shape, fast, compute_speed(fast, utilisation, score_speed)),
+        slow=_compute_accelerator_costs(shape, slow, compute_speed(slow, utilisation, score_speed)),
+        layers=shape.moe_layers,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        row_bytes=row_bytes,
+        link_bytes_per_s=link_bytes_per_s or min(networks),
+        link_latency_s=LATENCY_S,
+        attention_bytes=rest * STATE_BYTES_PER_PARAMETER,
+        expert_bytes=expert * STATE_BYTES_PER_PARAMETER,
+        attention_gradient_bytes=rest * GRADIENT_BYTES_PER_PARAMETER,
+        expert_gradient_bytes=expert * GRADIENT_BYTES_PER_PARAMETER,
+        # A piece is computed again from what came into it: the residual, and rows of experts.
+        attention_token_bytes=(shape.layers + 1) * (1 + shape.experts_per_token) * row_bytes,
+        expert_row_bytes=row_bytes,
+    )
+
+
+def _compute_accelerator_costs(
+    shape: ModelShape, kind: str, speed: DeclaredSpeed
+) -> AcceleratorCosts:
+    expert = 2 * _count_expert_parameters(shape)
+    # Of a layer: queries and output, keys and values.
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    gate = shape.hidden * shape.experts
+    layers: float = shape.layers * (attention + gate)
+    layers += shape.moe_layers * shape.experts * _count_expert_parameters(shape)
+    head = shape.parameters - layers  # embeddings are as large, and cost nothing
+
+    def attention_s(length: int) -> float:
+        scores = 2 * length * shape.attention_width / speed.interpolate_score_flops_per_s(length)
+        return length * (2 * (attention + gate) / speed.matrix_flops_per_s + scores)
+
+    return AcceleratorCosts(
+        name=kind,
+        memory_bytes=load_accelerators()[kind].memory_bytes * USABLE_MEMORY_SHARE,
+        experts=CostCurve(ROWS, (expert / speed.matrix_flops_per_s,)),
+        attention=CostCurve(LENGTHS, tuple(map(attention_s, LENGTHS))),
+        head=CostCurve(ROWS, (head / speed.matrix_flops_per_s,)),
+    )
+
+
+def _compute_score_ratio(ratio: SpeedRatio, length: int, times: float, share: float) -> float:
+    """How many times as long scores take, of what attention takes altogether."""
+    scores = SCORE_FLOPS * length / share
+    return (times * (PROJECTION_FLOPS + scores) - ratio.matrices * PROJECTION_FLOPS) / scores
+
+
+def _count_expert_parameters(shape: ModelShape) -> float:
+    """Of one expert of one layer. ConfigError for a dense model."""
+    idle = shape.experts - shape.experts_per_token
+    if idle < 1:
+        raise ConfigError(
+            f"a token goes to {shape.experts_per_token} of {shape.experts} experts",
+            where="declared profiles",
+            fix="take a mixture of experts",
+        )
+    return (shape.parameters - shape.active) / (shape.moe_layers * idle)

@@ -1,0 +1,232 @@
+"""Which experts attention ranks host so that neither kind of ranks waits for the other: Asym-EA,
+gather and squeeze (HeterMoE, arXiv 2504.03871, Algorithm 1).
+
+Experts move in chunks: of a layer, each expert rank gives n2 of them and each attention rank takes
+n1, M * n1 = N * n2. Every layer gathers the time for which attention ranks wait in it; where it has
+become as much as hosting a chunk fills (squeeze), a layer's chunk moves. M and N are the attention
+and expert ranks of a group; one of them has to divide the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.zebra.costs import MicroBatchCosts
+from meshrl.common.hardware.zebra.timeline import compute_makespan_s
+
+TOLERANCE = 1e-9  # of sums of shares of a chunk
+WHERE = "experts on attention ranks"
+
+
+class RankCounts(NamedTuple):
+    """Those of a group."""
+
+    attention: int
+    experts: int
+
+
+class ForwardCosts(NamedTuple):
+    """What was measured of a micro-batch in one layer, in seconds."""
+
+    attention_s: float  # on an attention rank
+    experts_s: float  # an expert rank's share of the experts, there
+    hosted_experts_s: float  # the same share on an attention rank
+
+
+class HostingBounds(NamedTuple):
+    """What memory asks for, in experts of all layers together."""
+
+    min_given: int = 0  # that each expert rank has to give, as it cannot hold them
+    max_hosted: int = 0  # that each attention rank can hold
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertHosting:
+    """Where the experts of each layer lie: M * hosted + N * kept are all of them."""
+
+    ranks: RankCounts
+    on_attention_ranks: tuple[int, ...]  # by layer: on each attention rank
+    on_expert_ranks: tuple[int, ...]  # by layer: on each expert rank
+
+    @property
+    def hosted_total(self) -> int:
+        """Experts of all layers on each attention rank."""
+        return sum(self.on_attention_ranks)
+
+    def move_chunk(self, hosted_per_rank: int, given_per_rank: int, to: int) -> ExpertHosting:
+        """With a chunk of the last layer on expert ranks, and one of layer `to` not."""
+        hosted, kept = [*self.on_attention_ranks], [*self.on_expert_ranks]
+        for layer, sign in ((to, 1), (-1, -1)):
+            hosted[layer] += sign * hosted_per_rank
+            kept[layer] -= sign * given_per_rank
+        return replace(self, on_attention_ranks=tuple(hosted), on_expert_ranks=tuple(kept))
+
+    def apply_to_costs(self, costs: MicroBatchCosts, hosted_experts_s: float) -> MicroBatchCosts:
+        """Those of a group that hosts nothing, with what is hosted moved: `hosted_experts_s` as in
+        `ForwardCosts`.
+        """
+        if not self.hosted_total:
+            return costs
+        shares = [
+            kept + hosted * self.ranks.attention / self.ranks.experts
+            for kept, hosted in zip(self.on_expert_ranks, self.on_attention_ranks, strict=True)
+        ]
+        pairs = list(zip(self.on_attention_ranks, self.on_expert_ranks, shares, strict=True))
+        return replace(
+            costs,
+            hosted=tuple(hosted_experts_s * hosted / share for hosted, _, share in pairs),
+            kept=tuple(kept / share for _, kept, share in pairs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks that a group can move, in all layers together."""
+
+    layers: int
+    experts: int  # of a layer
+    ranks: RankCounts
+    hosted_per_rank: int  # n1
+    given_per_rank: int  # n2
+    min_chunks: int
+    max_chunks: int
+
+    def distribute(self, rate: float) -> ExpertHosting:
+        """So many chunks a layer, of which whole ones move as soon as they have gathered."""
+        share = self.experts // self.ranks.experts
+        gathered, moved = 0.0, []
+        for _ in range(self.layers):
+            gathered += rate
+            moved.append(math.floor(gathered + TOLERANCE))
+            gathered -= moved[-1]
+        return ExpertHosting(
+            self.ranks,
+            tuple(self.hosted_per_rank * chunks for chunks in moved),
+            tuple(share - self.given_per_rank * chunks for chunks in moved),
+        )
+
+
+def gather_and_squeeze(
+    layers: int, experts: int, ranks: RankCounts, forward: ForwardCosts, bounds: HostingBounds
+) -> ExpertHosting:
+    """What the source's algorithm hosts, for `experts` of each layer. Nothing where neither of M
+    and N divides the other. ConfigError where memory does not allow that.
+    """
+    chunks = _build_chunks(layers, experts, ranks, bounds)
+    return chunks.distribute(_compute_rate(chunks, forward))
+
+
+def optimize_hosting(
+    layers: int,
+    micro_batches: int,
+    experts: int,
+    ranks: RankCounts,
+    costs: MicroBatchCosts,
+    hosted_experts_s: float,
+    bounds: HostingBounds,
+) -> ExpertHosting:
+    """The same, with as many chunks more or fewer as make a step of so many micro-batches shorter:
+    the algorithm counts neither the last piece nor transfers, nor what it takes to fill a short
+    step. `costs` are those with nothing hosted, `hosted_experts_s` is as in `ForwardCosts`.
+    """
+    chunks = _build_chunks(layers, experts, ranks, bounds)
+    rate = _compute_rate(chunks, ForwardCosts(costs.attention, costs.experts, hosted_experts_s))
+
+    def step_s(moved: ExpertHosting) -> float:
+        return compute_makespan_s(
+            layers, micro_batches, moved.apply_to_costs(costs, hosted_experts_s)
+        )
+
+    @cache
+    def best_of(rate: float) -> ExpertHosting:
+        late = chunks.distribute(rate)  # the last layer has what the first ones gather, or they do
+        early = replace(
+            late,
+            on_attention_ranks=late.on_attention_ranks[::-1],
+            on_expert_ranks=late.on_expert_ranks[::-1],
+        )
+        return min(late, early, key=step_s)
+
+    count = math.floor(rate * layers + TOLERANCE)
+    count = _search_count(lambda one: step_s(best_of(one / layers)), count, chunks)
+    rates = rate, chunks.min_chunks / layers, count / layers
+    found = min(map(best_of, rates), key=step_s)
+    while found.on_attention_ranks[
+        -1
+    ]:  # before the last piece, attention ranks may have time in no layer
+        others = [
+            found.move_chunk(chunks.hosted_per_rank, chunks.given_per_rank, to)
+            for to in range(layers - 1)
+        ]
+        fit = (one for one in others if min(one.on_expert_ranks) >= 0)
+        best = min(fit, key=step_s, default=found)
+        if step_s(best) >= step_s(found):
+            break
+        found = best
+    return found
+
+
+def _search_count(step_s: Callable[[int], float], count: int, chunks: _Chunks) -> int:
+    """A count that neither neighbour is better than, found by strides that halve."""
+    stride = 1 << max(0, (chunks.max_chunks - chunks.min_chunks).bit_length() - 3)
+    while stride:
+        near = (count, count - stride, count + stride)
+        best = min(
+            (one for one in near if chunks.min_chunks <= one <= chunks.max_chunks), key=step_s
+        )
+        if best == count:
+            stride //= 2
+        count = best
+    return count
+
+
+def _compute_rate(chunks: _Chunks, forward: ForwardCosts) -> float:
+    """Chunks that each layer gathers. The algorithm's alpha and beta scale what is gathered so that
+    all of it is no more than `most` chunks and no fewer than `least`.
+    """
+    share = chunks.experts // chunks.ranks.experts
+    gather = forward.experts_s - forward.attention_s
+    squeeze = (
+        chunks.given_per_rank * forward.experts_s
+        + chunks.hosted_per_rank * forward.hosted_experts_s
+    ) / share
+    wanted = gather / squeeze if squeeze > 0 else 0.0
+    low, high = chunks.min_chunks / chunks.layers, chunks.max_chunks / chunks.layers
+    return min(max(wanted, low), high)
+
+
+def _build_chunks(layers: int, experts: int, ranks: RankCounts, bounds: HostingBounds) -> _Chunks:
+    attention, holders = ranks
+    if min(layers, experts, attention, holders) < 1 or experts % holders:
+        raise ConfigError(
+            f"{experts} experts of {layers} layers do not spread evenly over {holders} ranks",
+            where=WHERE,
+            fix="take a number of expert ranks that divides the experts of a layer",
+        )
+    if attention % holders and holders % attention:
+        if bounds.min_given:
+            raise ConfigError(
+                f"{bounds.min_given} experts do not fit on an expert rank, and {attention} "
+                "attention "
+                f"ranks cannot take as many each from {holders}",
+                where=WHERE,
+                fix="take numbers of ranks of which one divides the other",
+            )
+        return _Chunks(layers, experts, ranks, 0, 0, 0, 0)
+    taken = max(1, holders // attention)
+    given = taken * attention // holders
+    most = min(bounds.max_hosted // taken, layers * (experts // holders // given))
+    least = -(-bounds.min_given // given)
+    if least > most:
+        raise ConfigError(
+            f"an expert rank cannot hold {bounds.min_given} experts, and attention ranks only "
+            f"{most} chunks of {taken} each",
+            where=WHERE,
+            fix="take more ranks, or smaller micro-batches",
+        )
+    return _Chunks(layers, experts, ranks, taken, given, least, most)

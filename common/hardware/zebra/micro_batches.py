@@ -1,0 +1,58 @@
+"""How a step's sequences spread over micro-batches, which all take as long as the fullest one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from meshrl.common.hardware.zebra.profile import CostCurve, profile_error
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """The micro-batches of a step, each with the lengths of its sequences in tokens."""
+
+    lengths: tuple[tuple[int, ...], ...]
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the micro-batch that has most of them."""
+        return max(map(sum, self.lengths))
+
+    def compute_max_s(self, curve: CostCurve) -> float:
+        """Of the micro-batch that takes longest, by a curve over a sequence's length."""
+        known = {length: curve.interpolate_s(length) for micro in self.lengths for length in micro}
+        return max(sum(known[length] for length in micro) for micro in self.lengths)
+
+
+def pack_micro_batches(
+    lengths: Mapping[int, int], micro_batches: int, curve: CostCurve
+) -> MicroBatches | None:
+    """So many micro-batches of sequences by length (length: how many of it), as even by the curve
+    as the longest first makes them (Graham 1969). None where there are fewer sequences.
+    """
+    if sum(lengths.values()) < micro_batches:
+        return None
+    bins: list[tuple[float, int]] = [(0.0, number) for number in range(micro_batches)]
+    heapify(bins)
+    found: list[list[int]] = [[] for _ in range(micro_batches)]
+    for length in sorted(lengths, reverse=True):
+        seconds = curve.interpolate_s(length)
+        for _ in range(lengths[length]):
+            full, number = bins[0]
+            found[number].append(length)
+            heapreplace(bins, (full + seconds, number))
+    return MicroBatches(tuple(map(tuple, found)))
+
+
+def count_tokens(lengths: Mapping[int, int]) -> int:
+    """All tokens of sequences by length. ConfigError where there are none."""
+    if any(length < 1 or count < 0 for length, count in lengths.items()):
+        raise profile_error(
+            f"sequences by length are {dict(lengths)}", "give counts of lengths from 1"
+        )
+    tokens = sum(length * count for length, count in lengths.items())
+    if not tokens:
+        raise profile_error("a step has no sequences", "give how many there are of each length")
+    return tokens

@@ -1,0 +1,62 @@
+"""What a sandbox is told of a job: its shards tell it, and who starts the sandbox knows the digest
+of what it may be told. Both have it from the job's document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from meshrl.common.api.sandbox import JailSettings, LoadJob, RewardPart
+from meshrl.common.base.encoding.messages import decode, encode
+from meshrl.common.job import builtin
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.job.config import JobConfig
+
+
+def build_load_request(job: JobData) -> LoadJob:
+    """The same on every host; no file is looked at."""
+    config = job.config
+    parts = []
+    for part in config.reward.reward_parts:
+        options = dict(part.options)
+        if builtin.is_builtin(part.use):  # what ends a turn is no part of the answer
+            options.setdefault("strip", [*config.rollout.stop, *config.rollout.stop_text])
+        parts.append(RewardPart(part.use, part.weight, options))
+    return LoadJob(
+        job.id,
+        str(job.shared_bundle / MODULES),
+        dict(config.environment.tools),
+        parts,
+        config.environment.mcp,
+        _jail_settings(config),
+        job.digest,
+    )
+
+
+def compute_request_digest(request: LoadJob) -> str:
+    """SHA-256 of what a request says, in hexadecimal digits."""
+    arrived = decode(LoadJob, encode(request)[0])  # as a sandbox has it: a whole weight is a float
+    return hashlib.sha256(json.dumps(asdict(arrived), sort_keys=True).encode()).hexdigest()
+
+
+def _jail_settings(config: JobConfig) -> JailSettings:
+    sandbox = config.sandbox
+    return JailSettings(
+        tier=sandbox.tier,
+        python=sandbox.python,
+        root=sandbox.root,
+        runner=sandbox.runner,
+        imports=sandbox.imports,
+        wall_s=sandbox.wall_s,
+        cpu_s=sandbox.cpu_s,
+        memory_bytes=sandbox.memory_mb << 20,
+        processes=sandbox.max_processes,
+        open_files=sandbox.open_files,
+        scratch_bytes=sandbox.scratch_mb << 20,
+        files=sandbox.files,
+        output_bytes=sandbox.output_kb << 10,
+        sessions=sandbox.sessions,
+        session_idle_s=sandbox.session_idle_s,
+    )

@@ -1,0 +1,71 @@
+"""Where in the code of a job's author something happened, as text: `rewards.py:12 in score()`.
+
+It ends an error's text, in parentheses, and is read from there again. Only the standard library:
+the sandbox's workers import it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from types import CodeType, FrameType
+from typing import Any
+
+MAX_ERROR_CHARS = 500  # of an error's text, its place not counted
+_LOCATION = re.compile(r" \(([^()\s]+:\d+ in [^()\s]+\(\))\)$")
+
+
+def locate_error(error: BaseException, directory: str) -> str:
+    """The innermost line below `directory` that an error came through, or else the innermost; empty
+    when it was raised by whoever catches it.
+    """
+    trace = error.__traceback__
+    if trace is None or trace.tb_next is None:  # the first frame is the catcher's
+        return ""
+    frames: list[tuple[FrameType, int]] = []
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+        frames.append((trace.tb_frame, trace.tb_lineno))
+    own = [f for f in frames if directory and _is_below(f[0].f_code.co_filename, directory)]
+    frame, line = (own or frames)[-1]
+    return _format_location(frame.f_code, line, directory)
+
+
+def locate_function(function: Any, directory: str) -> str:
+    """The line that a function begins at; empty when it has no code of Python's."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        code = getattr(vars(type(function)).get("__call__"), "__code__", None)
+    return (
+        _format_location(code, code.co_firstlineno, directory) if isinstance(code, CodeType) else ""
+    )
+
+
+def append_location(text: str, location: str) -> str:
+    """The text of an error, cut to its length, with the place behind it."""
+    text = text.encode("utf-8", "replace").decode()[:MAX_ERROR_CHARS]
+    return f"{text} ({location})" if location else text
+
+
+def extract_location(text: str) -> str:
+    """The place that an error's text ends with; empty when it has none."""
+    found = _LOCATION.search(text)
+    return found[1] if found else ""
+
+
+def strip_location(text: str) -> str:
+    """An error's text without the place that it ends with."""
+    return _LOCATION.sub("", text)
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(directory), ""))
+
+
+def _format_location(code: CodeType, line: int, directory: str) -> str:
+    path = code.co_filename
+    below = directory and _is_below(path, directory)
+    shown = os.path.relpath(os.path.realpath(path), os.path.realpath(directory)) if below else ""
+    return f"{shown or os.path.basename(path)}:{line} in {code.co_name.strip('<>')}()"

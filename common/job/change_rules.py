@@ -1,0 +1,171 @@
+"""Which keys of a job may change while a run stands still, and what of a change a replay needs.
+
+A step is repeated with what it was done with: values of keys that are `recorded` stand in its
+record. The others that may change decide nothing of what a step computes from its groups, or, as
+`training.ranks`, leave the steps since the checkpoint to a new lineage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.common.job.config import JobConfig
+
+
+@dataclass(frozen=True)
+class ChangeRule:
+    """Whether a key may change."""
+
+    fixed_reason: str = ""  # why it may not; empty: it may
+    is_recorded: bool = False  # whether a replay of a step needs the value that it was done with
+
+
+CHANGEABLE = ChangeRule()
+RECORDED = ChangeRule(is_recorded=True)
+
+
+def _fixed_rule(reason: str) -> ChangeRule:
+    return ChangeRule(fixed_reason=reason)
+
+
+_IN_FLIGHT = _fixed_rule("trajectories that are under way were begun with it")
+_BUNDLED = _fixed_rule("the run holds copies of the files that it began with")
+
+# By key or table; the longest name that fits decides, so that a key of a table that is not named
+# has the table's rule.
+RULES: dict[str, ChangeRule] = {
+    "name": _fixed_rule("the run is known by it, in Redis and in its trackers"),
+    "out": _fixed_rule("the run lies there"),
+    "seed": _fixed_rule("what was drawn with it cannot be drawn again"),
+    "cache": CHANGEABLE,
+    "mesh": CHANGEABLE,
+    "model": _fixed_rule("the weights that the run has trained are of this model"),
+    "models": _fixed_rule("trajectories that are under way carry its scores"),
+    "dataset": _BUNDLED,
+    "environment": _BUNDLED,
+    "environment.processes": CHANGEABLE,
+    "environment.threads": CHANGEABLE,
+    "environment.python": CHANGEABLE,
+    "environment.tool_deadline_s": CHANGEABLE,
+    "environment.step_deadline_s": CHANGEABLE,
+    "reward": _fixed_rule("rewards from before and after could not be compared"),
+    "reward.deadline_s": CHANGEABLE,
+    "reward.judge.key": CHANGEABLE,
+    "reward.judge.in_flight": CHANGEABLE,
+    "reward.judge.deadline_s": CHANGEABLE,
+    "reward.judge.patience_s": CHANGEABLE,
+    "sandbox": CHANGEABLE,
+    "rollout": _IN_FLIGHT,
+    "rollout.engine": CHANGEABLE,
+    "rollout.path": CHANGEABLE,
+    "rollout.dtype": CHANGEABLE,
+    "rollout.kv_tokens": CHANGEABLE,
+    "rollout.kv_on_update": CHANGEABLE,
+    "rollout.shards": _fixed_rule(
+        "trajectories that are under way lie in the ledgers of its shards"
+    ),
+    "rollout.slots": CHANGEABLE,
+    "rollout.max_turns": CHANGEABLE,
+    "rollout.sglang_python": CHANGEABLE,
+    "rollout.sglang_options": CHANGEABLE,
+    "rollout.sglang_weights": CHANGEABLE,
+    "rollout.weights": CHANGEABLE,
+    "rollout.broadcast": CHANGEABLE,
+    "rollout.kv": CHANGEABLE,
+    "rollout.read_back": CHANGEABLE,
+    "rollout.buckets": CHANGEABLE,
+    "rollout.pace": CHANGEABLE,
+    "rollout.tensor_parallel": CHANGEABLE,
+    "algorithm": RECORDED,
+    "algorithm.name": _fixed_rule(
+        "the optimizer's state and the groups under way are this algorithm's"
+    ),
+    "algorithm.group_size": _fixed_rule("groups that are under way are of this size"),
+    "algorithm.groups_per_step": _fixed_rule("the groups that were admitted are counted by it"),
+    "algorithm.min_group": CHANGEABLE,
+    "algorithm.max_staleness": CHANGEABLE,
+    "lora": _fixed_rule("the adapters that the run has trained are of this shape"),
+    "optimizer": RECORDED,
+    "training": CHANGEABLE,
+    "training.bin_tokens": RECORDED,
+    "weights": CHANGEABLE,
+    "warm_start": _fixed_rule("version 0 is made"),
+    "evaluation": CHANGEABLE,
+    "evaluation.before": _fixed_rule("version 0 is behind the run"),
+    "evaluation.datasets": _BUNDLED,
+    "evaluation.best": _fixed_rule("the best version so far was judged by it"),
+    "budget": RECORDED,
+    "tracking": CHANGEABLE,
+    "planner": CHANGEABLE,
+    "pool": CHANGEABLE,
+}
+# Zero is more than a value there: it decides what there is.
+ZERO_SWITCH_REASONS = {
+    "optimizer.muon_lr": "at 0 AdamW trains the matrices, and each optimizer has its own state",
+    "algorithm.kl_coefficient": "groups that are under way carry a reference's scores, or none",
+}
+
+
+def find_rule(key: str) -> ChangeRule:
+    """The rule of a dotted key; KeyError if there is no such table."""
+    while key not in RULES:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            raise KeyError(key)
+    return RULES[key]
+
+
+def explain_rejected_change(key: str, old: Any, new: Any) -> str:
+    """Why a key may not change so; empty: it may."""
+    if rule := find_rule(key).fixed_reason:
+        return rule
+    if (why := ZERO_SWITCH_REASONS.get(key)) and (old == 0) != (new == 0):
+        return f"neither from 0 nor to it: {why}"
+    return ""
+
+
+def diff_documents(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two documents differ, with both values; None: it has none."""
+    before, after = dict(flatten(old)), dict(flatten(new))
+    keys = dict.fromkeys([*before, *after])
+    both = {key: (before.get(key), after.get(key)) for key in keys}
+    return {key: (old, new) for key, (old, new) in both.items() if old != new}
+
+
+def flatten(document: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of all values of a document; a list is one value."""
+    for name, value in document.items():
+        key = f"{within}.{name}" if within else name
+        if isinstance(value, dict):
+            yield from flatten(value, key)
+        else:
+            yield key, value
+
+
+def select_recorded(config: JobConfig) -> dict[str, Any]:
+    """What a replay of a step that is done with `config` needs of it: values by dotted key."""
+    return {
+        key: value for key, value in flatten(config.to_document()) if find_rule(key).is_recorded
+    }
+
+
+def restore_recorded(config: JobConfig, settings: Mapping[str, Any]) -> JobConfig:
+    """The job with what was in force when a step was done, as `in_force` gave it."""
+    if not settings or select_recorded(config) == settings:
+        return config
+    return JobConfig.from_document(apply_changes(config.to_document(), settings))
+
+
+def apply_changes(document: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a document with other values, by dotted key."""
+    copy = deepcopy(dict(document))
+    for key, value in values.items():
+        *tables, last = key.split(".")
+        place = copy
+        for table in tables:
+            place = place[table]
+        place[last] = value
+    return copy

@@ -1,0 +1,94 @@
+"""How well this host contains code that the model wrote: found by running some, in a process of its
+own. Blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.config import JobConfig, SandboxConfig
+from meshrl.common.job.isolation.runners import RUNSC
+from meshrl.common.job.isolation.tiers import TIER_DESCRIPTIONS, TIER_ORDER, is_sufficient
+
+PROBE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class IsolationReport:
+    """What was found, and what to do."""
+
+    tier: str
+    meaning: str
+    fix: str  # how to reach a better one; empty: it is the best
+    problem: str = ""  # why a job's interpreter does not run in it; empty: it does
+    sure: bool = True  # else a better one was tried and failed, which it may not do again
+    known: bool = True  # the probe came to its end
+
+
+@dataclass(frozen=True)
+class IsolationTiers:
+    """What a host has, as `meshrl.common.job.isolation.tiers.has_sufficient_tier` takes it; `sure`,
+    `known`: see above.
+    """
+
+    tiers: tuple[str, ...]
+    is_conclusive: bool = True
+    is_finished: bool = True
+
+
+def probe_isolation(sandbox: SandboxConfig | None = None) -> IsolationReport:
+    """The tier of this host, found by trying it; takes a second or two. With the settings of a job
+    it is tried with the interpreter that these name, and its imports.
+    """
+    command = [sys.executable, "-m", "meshrl.services.sandbox.isolation.tier_detection"]
+    if sandbox is not None:
+        names = ("python", "root", "runner", "imports")
+        command.append(json.dumps({name: getattr(sandbox, name) for name in names}))
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True
+        )
+        return IsolationReport(**json.loads(done.stdout))
+    except (subprocess.SubprocessError, OSError, ValueError, TypeError) as error:
+        why = f"the probe failed: {error}"
+        return IsolationReport(TIER_ORDER[0], TIER_ORDER[0], why, sure=False, known=False)
+
+
+def probe_tiers() -> IsolationTiers:
+    """The best of this host's own, and `runner` where gVisor's is installed and works."""
+    tried = [probe_isolation()]
+    if shutil.which(RUNSC):
+        tried.append(probe_isolation(SandboxConfig(runner=[RUNSC])))
+    return IsolationTiers(
+        tuple(one.tier for one in tried if one.tier != TIER_ORDER[0]),
+        all(one.sure for one in tried),
+        all(one.known for one in tried),
+    )
+
+
+def require_isolation(config: JobConfig) -> None:
+    """Refused where the job lets the model's code run and this host contains it too little."""
+    if not config.jailed_names:
+        return
+    isolation, demanded = probe_isolation(config.sandbox), config.sandbox.tier
+    if not is_sufficient(isolation.tier, demanded):
+        runner = f" by sandbox.runner {config.sandbox.runner[0]}" if config.sandbox.runner else ""
+        raise Refused(
+            f"{', '.join(sorted(set(config.jailed_names)))} run code that the model wrote, "
+            "which takes "
+            f"{TIER_DESCRIPTIONS[demanded]} (sandbox.tier); this host has "
+            f"{isolation.meaning}{runner}",
+            fix=isolation.fix,
+        )
+    if isolation.problem:
+        key = "sandbox.root" if config.sandbox.root else "sandbox.python"
+        raise Refused(
+            f"{key}: the interpreter of the model's code does not run in a jail: "
+            f"{isolation.problem}",
+            fix='docs/sandbox.md, "Images", says what it takes',
+        )

@@ -1,0 +1,55 @@
+"""The hosts that a mesh has let in: what Redis is told of each, which lets nobody in by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.settings import derive_redis_password
+
+HOSTS_FILE = "hosts.json"  # in the mesh's directory, of its head
+REPAIR_HINT = (
+    "Put a copy of it back. Without one: `meshrl down`, remove it and {other}, start the mesh "
+    "again, and have each host `meshrl leave` and join with a new token"
+)
+
+
+@dataclass(frozen=True)
+class AdmittedHost:
+    """A host that may belong to the mesh: digests of the passwords of its roles."""
+
+    host: str
+    passwords: dict[str, str]  # role -> SHA-256, in hexadecimal digits
+    made_s: float  # wall clock
+
+    @classmethod
+    def from_secret(
+        cls, host: str, secret: str, roles: Iterable[str], now_s: float
+    ) -> AdmittedHost:
+        """A host whose processes have `secret`, for these roles."""
+        digests = {
+            role: hashlib.sha256(derive_redis_password(secret, role).encode()).hexdigest()
+            for role in roles
+        }
+        return cls(host, digests, now_s)
+
+
+def read_hosts(directory: Path) -> dict[str, AdmittedHost]:
+    """Those that have joined the mesh with this directory, by name. Damaged."""
+    path = directory / HOSTS_FILE
+    try:
+        rows = documents.read(path, REPAIR_HINT.format(other="joined.json"))["hosts"]
+        return {row["host"]: AdmittedHost(**row) for row in rows}
+    except FileNotFoundError:
+        return {}
+    except (KeyError, TypeError) as error:
+        fix = REPAIR_HINT.format(other="joined.json")
+        raise documents.make_corrupt_error(path, f"it holds no hosts: {error!r}", fix) from error
+
+
+def write_hosts(directory: Path, hosts: Iterable[AdmittedHost]) -> None:
+    """Puts them on record, in a file for this user alone. StorageFull."""
+    documents.write(directory / HOSTS_FILE, {"hosts": [asdict(one) for one in hosts]})

@@ -1,0 +1,146 @@
+"""A line to one actor at a known address, for who is no process of the mesh: no registry is asked,
+and the other end is known by its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+from meshrl.common.api.calls.interface import Call, Stream
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.encoding.messages import Frame, decode, encode
+from meshrl.common.base.errors import (
+    BadMessage,
+    ConfigError,
+    DeadlineExceeded,
+    HandshakeFailed,
+    MeshError,
+    NotAllowed,
+    PeerLost,
+)
+from meshrl.common.base.random import Random
+from meshrl.common.mesh.access.access_token import AccessToken
+from meshrl.common.mesh.runtime.calls.caller import Caller
+from meshrl.common.mesh.runtime.calls.deadline_timer import DeadlineTimer
+from meshrl.common.mesh.runtime.calls.directory import FIRST_RETRY_S, LONGEST_RETRY_S, Route
+from meshrl.common.mesh.telemetry.logs import Telemetry
+from meshrl.common.mesh.telemetry.tracing import Tracer
+from meshrl.common.mesh.transport.base import Peer
+from meshrl.common.mesh.transport.keys import KeyPair, TokenKeys
+from meshrl.common.mesh.transport.zmq_transport import ZmqTransport
+from meshrl.common.mesh.wire.frames import unpack_header
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+GATEWAY_ACTOR = (
+    "gateway"  # actor and incarnation at the front door: a key says who answers, for ever
+)
+_UNREACHABLE = "inproc://nobody"  # it listens where nobody can be
+
+
+class GatewayConnection:
+    """Calls of a token's holder; `open` it on the loop that it is used on, and `close` it."""
+
+    def __init__(self, token: AccessToken) -> None:
+        """ConfigError when the ticket holds no keys, or no address."""
+        self._clock, random = SystemClock(), Random.from_os_entropy()
+        try:
+            keys = TokenKeys(KeyPair.from_secret(token.secret.encode()), token.gateway.encode())
+        except ValueError as error:
+            raise ConfigError(f"the token holds no key: {error}") from None
+        self._address = token.address
+        self._route = Route(GATEWAY_ACTOR, token.address, GATEWAY_ACTOR)
+        self._transport = ZmqTransport(_UNREACHABLE, keys=keys, silence_is_rejection=False)
+        self._sweep = DeadlineTimer(self._clock.monotonic)
+        telemetry = Telemetry("client")
+        self._caller = Caller(
+            self._clock,
+            self._transport,
+            random.hex_token(8),
+            Tracer(random.child("trace")),
+            telemetry,
+            self._sweep,
+        )
+
+    def open(self) -> None:
+        """Begins to listen for answers, on the running loop."""
+        self._sweep.start()
+        self._transport.start(self._deliver, self._caller.fail_peer, lambda peer: None)
+
+    def _deliver(self, peer: Peer, frames: list[Frame], role: str) -> None:
+        try:
+            header = unpack_header(frames[0])
+        except BadMessage:
+            return
+        if not peer and len(frames) > 1:
+            self._caller.receive(header, frames)
+
+    async def call(self, method: Call[Q, R], request: Q, deadline_s: float | None = None) -> R:
+        """The reply, or the error that the other end raised. Asked again until the deadline while
+        nobody answers, if the method is idempotent. NotAllowed when the mesh says that the token is
+        not good.
+        """
+        body, buffers = encode(request)
+        now = self._clock.monotonic()
+        deadline = now + (method.deadline_s if deadline_s is None else deadline_s)
+        pause = FIRST_RETRY_S
+        while True:
+            row = self._caller.call(self._route, method, body, buffers, now, deadline)
+            try:
+                frames = await row.future
+            except PeerLost as error:
+                again = (method.idempotent or not row.may_have_run) and not row.is_answered
+                if not again or isinstance(error, HandshakeFailed):
+                    raise self._explain_error(error) from error
+                if self._clock.monotonic() + pause >= deadline:
+                    raise self._explain_error(error) from error
+            except MeshError as error:
+                raise self._explain_error(error) from error
+            except BaseException:
+                self._caller.cancel(row)
+                raise
+            else:
+                return decode(method.reply, frames[1], frames[2:])
+            await self._clock.sleep(pause)
+            pause, now = min(2 * pause, LONGEST_RETRY_S), self._clock.monotonic()
+
+    async def stream(self, method: Stream[Q, R], request: Q) -> AsyncGenerator[R, None]:
+        """The replies as they come; closing the iterator cancels at the other end."""
+        body, buffers = encode(request)
+        incoming: Any = self._caller.open_stream(self._route, method, body, buffers)
+        try:
+            async for item in incoming:
+                yield item
+        except MeshError as error:
+            raise self._explain_error(error) from error
+        finally:
+            incoming.close()
+
+    def _explain_error(self, error: MeshError) -> MeshError:
+        """What the end of a call means to who holds a token."""
+        if isinstance(error, HandshakeFailed | NotAllowed):
+            return NotAllowed(
+                "the mesh does not take this token: it was revoked, has expired, is another "
+                "mesh's, or is not for this",
+                where=self._address,
+                fix="Ask who gave it to you for another one",
+            )
+        if isinstance(error, PeerLost):
+            return PeerLost(
+                "no mesh answers there: nobody is behind that address, it went away meanwhile, or "
+                "what answers has another key than the token says",
+                where=self._address,
+                fix="See with who gave you the token that the mesh runs and that the token is of "
+                "that mesh, and whether a firewall is in between",
+            )
+        if isinstance(error, DeadlineExceeded):
+            return DeadlineExceeded(error.message, where=self._address)
+        return error
+
+    async def close(self) -> None:
+        """Ends what is under way, and the connection."""
+        self._caller.stop()
+        self._sweep.stop()
+        await self._transport.close()

@@ -1,0 +1,214 @@
+"""Where a role process keeps its tensors while it sleeps: in a segment that its worker owns, or in
+a file. Both outlive it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.api.node import CreateSegment, Worker
+from meshrl.common.base.errors import CorruptData, MeshError, Refused
+from meshrl.common.base.files import corruption, offloaded_tensors
+from meshrl.common.base.files.offloaded_tensors import (
+    MemorySegment,
+    OffloadFile,
+    OffloadHeader,
+    OffloadMedium,
+    OffloadSource,
+    OffloadTarget,
+)
+from meshrl.common.base.host.settings import make_offload_path
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.mesh.runtime.serial_executor import consume_exception
+from meshrl.common.state import events
+from meshrl.common.state.pool.workers.rows import Tier
+
+COPY_TIMEOUT_S = 900.0  # tensors of some 100 GB to a disk
+
+
+class OffloadStorage:
+    """What a process has kept; `segments` is its worker, `files` a directory, empty where it was
+    told none.
+    """
+
+    def __init__(self, mesh: Mesh, segment_owner: str = "", directory: str = "") -> None:
+        self._mesh = mesh
+        self.segment_owner, self.directory = segment_owner, directory
+        self.stored_bytes = {Tier.MEMORY: 0, Tier.DISK: 0}  # bytes
+
+    def set_targets(self, segment_owner: str, directory: str) -> None:
+        """Takes in what a worker says, where it was told nothing before. Refused: these are other
+        places than those of the worker that has started this process.
+        """
+        for own, said in ((self.segment_owner, segment_owner), (self.directory, directory)):
+            if own and said and said != own:
+                raise Refused(
+                    f"it is to keep its tensors at {said}, and its worker's place is {own}",
+                    where=self._mesh.name,
+                    fix="Who says so is not its worker: `meshrl hosts` lists who may belong here",
+                )
+        self.segment_owner, self.directory = (
+            self.segment_owner or segment_owner,
+            self.directory or directory,
+        )
+
+    async def save(self, tier: Tier, metadata: Mapping[str, Any], source: OffloadSource) -> None:
+        """Keeps a copy at a tier. Refused or StorageFull when there is no room, and there is none
+        at that tier then.
+        """
+        size = offloaded_tensors.compute_size_bytes(metadata, source.sizes_bytes)
+        async with self._create_medium(tier, size) as medium:
+            await self._run_to_end(offloaded_tensors.offload, medium, metadata, source)
+
+    async def move(self, source: Tier, target: Tier) -> None:
+        """Copies what is kept from one tier to another, and drops it at the first. Damaged when it
+        is not what was kept; Refused or StorageFull leave it there.
+        """
+        async with self._open_medium(source) as lying:
+            if lying is None:
+                raise CorruptData(
+                    "nothing is kept there any more", where=self._describe_tier(source)
+                )
+            head = await self._run_to_end(offloaded_tensors.read_header, lying)
+            size = offloaded_tensors.compute_size_bytes(head.about, head.sizes_bytes)
+            async with self._create_medium(target, size) as medium:
+                await self._run_to_end(offloaded_tensors.copy_offload, lying, medium)
+        await self.drop(source)
+
+    async def restore(self, tier: Tier, target: OffloadTarget) -> None:
+        """Puts what is kept at a tier back to `content`, and leaves it there. Damaged when it is
+        not what was kept; it is set aside then.
+        """
+        async with self._open_medium(tier) as medium:
+            if medium is None:
+                raise CorruptData("nothing is kept there any more", where=self._describe_tier(tier))
+            try:
+                head = await self._run_to_end(offloaded_tensors.read_header, medium)
+                await self._run_to_end(offloaded_tensors.restore, medium, head, target)
+                return
+            except CorruptData as error:
+                found = error
+        await self._quarantine(tier, found)
+        raise found
+
+    async def find_stored(self) -> tuple[Tier, OffloadHeader] | None:
+        """What an earlier start of this process has kept and is whole; what is not is removed."""
+        for tier in (Tier.MEMORY, Tier.DISK):
+            try:
+                async with self._open_medium(tier) as medium:
+                    if medium is not None:
+                        head = await self._run_to_end(offloaded_tensors.read_header, medium)
+                        self.stored_bytes[tier] = medium.size_bytes
+                        return tier, head
+            except CorruptData as error:
+                self._mesh.telemetry.log.warning("half kept", why=str(error))
+                await self.drop(tier)
+        return None
+
+    async def drop(self, tier: Tier) -> None:
+        """Gives up what is kept at a tier, if anything is."""
+        self.stored_bytes[tier] = 0
+        if tier == Tier.MEMORY and self.segment_owner:
+            await self._worker.call(Worker.delete_segment, self._mesh.name)
+        elif tier == Tier.DISK and self.directory:
+            await self._run_to_end(_remove_files, self._file)
+
+    async def drop_all(self) -> None:
+        """Gives up all that is kept. A worker that is away has let go of it, or does so later."""
+        for tier in (Tier.MEMORY, Tier.DISK):
+            with suppress(MeshError):
+                await self.drop(tier)
+
+    @property
+    def _worker(self) -> Any:
+        return self._mesh.ref(self.segment_owner)
+
+    @property
+    def _file(self) -> Path:
+        return make_offload_path(self.directory, self._mesh.name)
+
+    def _describe_tier(self, tier: Tier) -> str:
+        return str(self._file) if tier == Tier.DISK else self.segment_owner
+
+    @asynccontextmanager
+    async def _create_medium(self, tier: Tier, size: int) -> AsyncIterator[OffloadMedium]:
+        """Room for so much; it is gone again unless all goes well inside."""
+        medium: MemorySegment | OffloadFile
+        if tier == Tier.MEMORY and self.segment_owner:
+            request = CreateSegment(self._mesh.name, size)
+            segment = await self._worker.call(Worker.create_segment, request)
+            medium = MemorySegment(segment.path, self._mesh.name)
+        elif tier == Tier.DISK and self.directory:
+            medium = OffloadFile(self._file, create=True)
+        else:
+            raise Refused(
+                f"it was told no place of the tier '{tier}'",
+                where=self._mesh.name,
+                fix="its worker names one in Settle",
+            )
+        try:
+            yield medium
+            if isinstance(medium, OffloadFile):
+                await self._run_to_end(medium.commit)
+        except BaseException:
+            medium.close()
+            if tier == Tier.MEMORY:
+                with suppress(MeshError):
+                    await self.drop(tier)
+            raise
+        medium.close()
+        self.stored_bytes[tier] = size
+
+    @asynccontextmanager
+    async def _open_medium(self, tier: Tier) -> AsyncIterator[OffloadMedium | None]:
+        """What is kept at a tier; None: nothing is."""
+        medium: MemorySegment | OffloadFile | None = None
+        if tier == Tier.MEMORY and self.segment_owner:
+            segment = await self._worker.call(Worker.find_segment, self._mesh.name)
+            medium = MemorySegment(segment.path, self._mesh.name) if segment.path else None
+        elif tier == Tier.DISK and self.directory:
+            with suppress(FileNotFoundError):
+                medium = OffloadFile(self._file)
+        try:
+            yield medium
+        finally:
+            if medium is not None:
+                medium.close()
+
+    async def _quarantine(self, tier: Tier, error: CorruptData) -> None:
+        """Out of the way, and told: whoever needs it goes on from a checkpoint."""
+        self._mesh.telemetry.log.error("damaged", path=error.where, why=error.message)
+        if tier == Tier.MEMORY:
+            await self.drop(tier)
+            return
+        aside = await self._run_to_end(corruption.quarantine, self._file, Path(self.directory))
+        self.stored_bytes[tier] = 0
+        then = "set aside; it goes on from the job's checkpoint"
+        told = corruption.make_event_fields(
+            "kept", self._file, error.message, then, quarantined_path=aside
+        )
+        state = self._mesh.state
+        await retry(
+            self._mesh.clock, lambda: events.append(state, corruption.CORRUPTION_EVENT, told)
+        )
+
+    async def _run_to_end(self, work: Any, *args: Any) -> Any:
+        """What `work` returns; a cancellation waits for it, since it holds what is open."""
+        running = self._mesh.host.run_blocking(work, *args, deadline_s=COPY_TIMEOUT_S)
+        task = asyncio.create_task(running)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(consume_exception)
+            await asyncio.wait([task])
+            raise
+
+
+def _remove_files(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.with_name(f"{path.name}.new").unlink(missing_ok=True)

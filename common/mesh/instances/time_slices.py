@@ -1,0 +1,199 @@
+"""Takes turns with the other residents of a gang: around each piece of arithmetic, and around
+nothing else.
+
+    async with turns.turn("train_step"):
+        await run_blocking(compute)
+
+Nothing outside of the gang is awaited within the block: no store, no shard, no other job. Where the
+resident takes no turns the block runs at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.node import AcquireSlice, ReleaseSlice, Worker
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, Refused
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import RetryPolicy
+from meshrl.common.mesh.runtime.serial_executor import consume_exception
+
+T = TypeVar("T")
+
+RETRY_S = 0.1  # between two requests, while the keeper is away or does not know this resident yet
+ESTIMATE_DECAY = 0.95  # a piece this share as long as the longest so far is what is expected next
+
+
+class SliceClient:
+    """The turns of one resident: one at a time, of any function."""
+
+    def __init__(
+        self, mesh: Mesh, scheduler: str, instance: str, generation: int, *, enabled: bool = False
+    ) -> None:
+        """`keeper` is the process of the gang's first worker; it may be "" while not `enabled`."""
+        self._mesh, self._scheduler = mesh, scheduler
+        self._instance, self._generation = instance, generation
+        self.is_enabled = enabled  # see `settle`
+        self._last_ticket = 0
+        self._busy = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
+        self._unsliced_count = 0  # pieces that run without a turn
+        self._all_sliced = asyncio.Event()
+        self._all_sliced.set()
+        self._longest_s: dict[str, float] = {}  # of the pieces so far, by function; it fades
+        self._release_task: asyncio.Task[None] | None = None
+        self._detached: set[asyncio.Task[Any]] = set()  # pieces that nobody waits for
+        self.taken, self.wait_time_s, self.run_time_s = 0, 0.0, 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """What there was so far."""
+        return {
+            "turns": self.taken,
+            "turn_wait_s": round(self.wait_time_s, 3),
+            "turn_held_s": round(self.run_time_s, 3),
+        }
+
+    def estimate_s(self, function: str) -> float:
+        """How long its next piece may take, by those before it; 0: there was none."""
+        return self._longest_s.get(function, 0.0)
+
+    async def set_enabled(self, enabled: bool) -> None:
+        """Whether turns are taken from now on. Returns when nothing runs without one any more that
+        should have one; a turn that is held is given back as ever.
+        """
+        self.is_enabled = enabled
+        if enabled:
+            await self._all_sliced.wait()
+
+    @asynccontextmanager
+    async def time_slice(self, function: str, estimate_s: float = 0.0) -> AsyncIterator[None]:
+        """The block runs in a turn. What else this process wants to compute waits for its end.
+
+        `estimate_s` is of the block, where the caller knows better than what was measured. A keeper
+        that is away is asked again, within a bound (`RetryPolicy`), whose last error is raised.
+        Refused: a turn within a turn.
+        """
+        if not self.is_enabled:
+            with self._run_unsliced():
+                yield
+            return
+        if self._holder is not None and self._holder is asyncio.current_task():
+            raise Refused(f"{function} begins within a turn", where=self._mesh.name)
+        async with self._busy:
+            ticket = await self.acquire_slice(function, estimate_s)
+            self._holder = asyncio.current_task()
+            began = self._mesh.clock.monotonic()
+            try:
+                yield
+            finally:
+                self._holder = None
+                self.release_slice(ticket, function, self._mesh.clock.monotonic() - began)
+
+    async def run_in_slice(
+        self, function: str, work: Callable[[], Awaitable[T]], estimate_s: float = 0.0
+    ) -> T:
+        """What `work` returns, which runs in a turn. Work that has begun keeps its turn to its end
+        when nobody waits for it any more: its thread goes on computing.
+        """
+        if not self.is_enabled:
+            with self._run_unsliced():
+                return await work()
+        begun = False
+
+        async def piece() -> T:
+            nonlocal begun
+            async with self.time_slice(function, estimate_s):
+                begun = True
+                return await work()
+
+        task = asyncio.create_task(piece(), name=function)
+        task.add_done_callback(consume_exception)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not begun:
+                task.cancel()
+            self._detached.add(task)
+            task.add_done_callback(self._detached.discard)
+            raise
+
+    async def acquire_slice(self, function: str, estimate_s: float = 0.0) -> int:
+        """The ticket of a turn, for who cannot use a block: `give_back` must follow, whatever
+        happens, and no other turn be asked for before.
+        """
+        clock = self._mesh.clock
+        began = clock.monotonic()
+        if self._release_task is not None:
+            await asyncio.wait([self._release_task])  # the keeper takes requests in their order
+        self._last_ticket += 1
+        request = AcquireSlice(
+            instance=self._instance,
+            generation=self._generation,
+            process=self._mesh.name,
+            incarnation=self._mesh.incarnation,
+            ticket=self._last_ticket,
+            operation=function,
+            estimate_s=max(estimate_s, self.estimate_s(function)),
+        )
+        try:
+            await self._call_scheduler(Worker.acquire_slice, request)
+        except BaseException:
+            self._release_in_background(request.ticket)
+            raise
+        finally:
+            self.wait_time_s += clock.monotonic() - began
+        self.taken += 1
+        return request.ticket
+
+    def release_slice(self, ticket: int, function: str, duration_s: float) -> None:
+        """Ends a turn that `take` returned, which lasted so long. The keeper is told beside what
+        comes next.
+        """
+        self.run_time_s += duration_s
+        self._longest_s[function] = max(duration_s, ESTIMATE_DECAY * self.estimate_s(function))
+        self._release_in_background(ticket)
+
+    def _release_in_background(self, ticket: int) -> None:
+        self._release_task = asyncio.create_task(
+            self._send_release(ticket), name="give a turn back"
+        )
+
+    async def _send_release(self, ticket: int) -> None:
+        """Tells the keeper until it knows; one that starts again has forgotten the turn."""
+        back = ReleaseSlice(self._instance, self._mesh.incarnation, ticket)
+        try:
+            await self._call_scheduler(Worker.release_slice, back)
+        except MeshError as error:  # the next request waits in vain, and says so
+            self._mesh.log.warning("a turn is not given back", error=str(error))
+
+    async def _call_scheduler(self, method: Call[Any, Any], request: Any) -> None:
+        patience = RetryPolicy(self._mesh.clock)
+        try:
+            while True:
+                try:
+                    await self._mesh.ref(self._scheduler).call(method, request)
+                    return
+                except MeshError as error:
+                    # others may have their turns: that wait itself is in order
+                    if method is not Worker.acquire_slice or not isinstance(
+                        error, DeadlineExceeded
+                    ):
+                        patience.record_failure(error)
+                await self._mesh.clock.sleep(RETRY_S)
+        finally:
+            patience.close()
+
+    @contextmanager
+    def _run_unsliced(self) -> Iterator[None]:
+        self._unsliced_count += 1
+        self._all_sliced.clear()
+        try:
+            yield
+        finally:
+            self._unsliced_count -= 1
+            if not self._unsliced_count:
+                self._all_sliced.set()

@@ -1,0 +1,53 @@
+"""What a process of its own answers: a document, in the last line that it prints."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.host import Host
+
+
+async def run_for_document(
+    host: Host, command: Sequence[str], name: str, logs: Path, timeout_s: float
+) -> dict[str, Any]:
+    """The answer, which may be an `error`. DeadlineExceeded; MeshError with its last words: it has
+    ended without an answer. `logs`: a directory for what it prints, which is removed.
+    """
+    said, ended = await run_for_lines(host, command, name, logs, timeout_s)
+    if not ended:
+        raise DeadlineExceeded(f"{name} has not answered within {timeout_s:g} s")
+    try:
+        found = json.loads(said[-1])
+    except (IndexError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        last = said[-1] if said else "without a word"
+        raise MeshError(f"{name} has ended without an answer: {last}")
+    return found
+
+
+async def run_for_lines(
+    host: Host, command: Sequence[str], name: str, logs: Path, timeout_s: float
+) -> tuple[list[str], bool]:
+    """The lines that a process has printed, also one that answers more than once; and whether it
+    has ended by itself.
+    """
+    log = _make_log_path(logs, name)
+    child = host.spawn(list(command), name=name, log=log)
+    try:
+        ended = await child.wait(timeout_s) is not None
+        return log.read_text(errors="replace").strip().splitlines(), ended
+    finally:
+        child.kill()
+        log.unlink(missing_ok=True)
+
+
+def _make_log_path(logs: Path, name: str) -> Path:
+    """One of its own: two may ask at a time."""
+    logs.mkdir(parents=True, exist_ok=True)
+    return logs / f"{name.replace('/', '-')}-{uuid.uuid4().hex}.log"

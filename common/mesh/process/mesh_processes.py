@@ -1,0 +1,68 @@
+"""Which processes belong to one mesh, and which program they run, as the kernel tells it.
+
+Every process of a mesh inherits $MESHRL_MESH, whoever its parent is by now, so this finds what no
+registry and no process tree names any more, and knows what somebody else's registry names falsely.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshrl.common.base.host.settings import MESH_TAG_ENV
+from meshrl.common.mesh.process.child_handle import read_parent_pid, read_start_time
+
+MODULE_PREFIX = "module:"  # before the name of one that was executed: see `child.py`
+
+
+def find_mesh_processes(tag: str) -> list[int]:
+    """Pids of running processes, other than this one, that bear this mark (`mark_of`), and of their
+    descendants, which may have cleared their environment.
+    """
+    pids = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+    found = {pid for pid in pids if read_mesh_tag(pid) == tag}
+    parents = {pid: read_parent_pid(pid) for pid in pids - found} if found else {}
+    while below := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= below
+    return sorted(pid for pid in found if read_start_time(pid))
+
+
+def read_mesh_tag(pid: int) -> str:
+    """The mark that a process was started with; empty: none, or it is another user's."""
+    begin = os.fsencode(f"{MESH_TAG_ENV}=")
+    found = [one for one in _read_words(pid, "environ") if one.startswith(begin)]
+    return os.fsdecode(found[0].removeprefix(begin)) if found else ""
+
+
+def is_exec_in_progress() -> bool:
+    """Whether some process is between two programs: its parent may know of it already, and its mark
+    shows in a moment.
+    """
+    return any(_is_executing(int(name)) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _is_executing(pid: int) -> bool:
+    if any(_read_words(pid, "environ")) or any(_read_words(pid, "cmdline")):
+        return False
+    try:
+        return bool(os.readlink(f"/proc/{pid}/exe"))  # neither the kernel's own nor a zombie
+    except OSError:  # another user's, or it has just ended
+        return False
+
+
+def is_mesh_program(pid: int, program: Sequence[str]) -> bool:
+    """Whether a process bears this one's mark, and runs `program`: a module and the first words
+    that follow it in the command line, however it was started.
+    """
+    wanted, shown = [os.fsencode(word) for word in program], _read_words(pid, "cmdline")
+    shown = [word.removeprefix(os.fsencode(MODULE_PREFIX)) for word in shown]
+    runs = any(shown[at : at + len(wanted)] == wanted for at in range(len(shown)))
+    return runs and read_mesh_tag(pid) == os.environ.get(MESH_TAG_ENV, "")
+
+
+def _read_words(pid: int, file: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
+    except OSError:  # another user's, or it has just ended
+        return []

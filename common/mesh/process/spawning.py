@@ -1,0 +1,200 @@
+"""Starts the processes of an owner: as forks of the host's nursery where it can, else by `exec`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.child_handle import SystemChild
+from meshrl.common.mesh.process.entry import child
+from meshrl.common.mesh.process.entry.child import CHANNEL_FD
+from meshrl.common.mesh.process.forking.fork_client import (
+    ForkedProcess,
+    ForkRequest,
+    ForkUnavailable,
+    select_fork_server,
+)
+
+FORK_SERVER_RETRY_S = (
+    3.0  # a nursery that was silent is left alone for so long: each question takes 2 s
+)
+
+
+@dataclass(frozen=True)
+class SpawnOptions:
+    """Bounds and ties of a process, and its channels to the process that spawns it."""
+
+    own_session: bool = False
+    die_with_parent: bool = True
+    niceness: int = 0
+    rlimits: Mapping[str, int] = field(default_factory=dict)  # by name without RLIMIT_, as "AS"
+    has_channel: bool = (
+        False  # a channel of frames: `meshrl.common.mesh.process.entry.child.ChildChannel`
+    )
+    pass_fds: Sequence[int] = ()  # that stay open in it under their numbers
+    # It runs code of a job's author: all that it starts ends with it, and with the process that
+    # spawns it, and its output is bounded (`meshrl.common.mesh.process.entry.guard`).
+    is_guarded: bool = False
+
+
+DEFAULT_OPTIONS = SpawnOptions()
+
+
+@dataclass(frozen=True)
+class SpawnRequest:
+    """A process that is to be; the fields are `Host.spawn`'s."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str]  # all of it
+    log: Path | None = None
+    options: SpawnOptions = DEFAULT_OPTIONS
+
+    @property
+    def module(self) -> str | None:
+        """The module that it runs in an interpreter as ours; None for any other program."""
+        return self.argv[2] if self.argv[:2] == [sys.executable, "-m"] else None
+
+    @property
+    def fork_server(self) -> Path | None:
+        """The nursery that it may be forked from; None: it is to be executed."""
+        plain = self.module is not None and not self.options.rlimits and not self.options.pass_fds
+        return select_fork_server(self.environment) if plain else None
+
+    def make_fork_request(self, descriptor_names: list[str]) -> ForkRequest:
+        """What a nursery is asked for, with these descriptors."""
+        assert self.module is not None
+        return ForkRequest(
+            module=self.module,
+            arguments=self.argv[3:],
+            environment=self.environment,
+            passed=descriptor_names,
+            executable=sys.executable,
+            niceness=os.getpriority(os.PRIO_PROCESS, 0) + self.options.niceness,
+            guarded=self.options.is_guarded,
+        )
+
+
+class Spawner:
+    """The owner of processes; those that are to die with it do so when its pipe closes."""
+
+    def __init__(self) -> None:
+        # Nobody else holds the write end, so it closes when this process is gone. None: there is
+        # nobody yet who is to die with it.
+        self._death_pipe: tuple[int, int] | None = None
+        self._fork_server_retry_at = 0.0
+
+    def spawn(self, request: SpawnRequest) -> SystemChild:
+        """The process. Refused from any thread but the main one where it dies with its parent;
+        OSError when there is none to be had.
+        """
+        if (
+            request.options.die_with_parent
+            and threading.current_thread() is not threading.main_thread()
+        ):
+            # PDEATHSIG fires at the end of the spawning thread, not of the process.
+            raise Refused(
+                "a child that dies with us is spawned by the main thread", where=request.name
+            )
+        if request.options.is_guarded and not request.options.die_with_parent:
+            raise ValueError(f"{request.name}: a guarded process ends with its owner")
+        ours: socket.socket | None = None
+        with contextlib.ExitStack() as theirs:
+            descriptors = {"stdout": 1, "stderr": 2}
+            if request.log is not None:
+                log = open_log(request.log)
+                theirs.callback(os.close, log)
+                descriptors |= {"stdout": log, "stderr": log}
+            if request.options.die_with_parent:
+                self._death_pipe = self._death_pipe or os.pipe()
+                descriptors["death"] = self._death_pipe[0]
+            if request.options.has_channel:
+                ours, far = socket.socketpair()
+                theirs.enter_context(far)
+                ours.setblocking(False)
+                descriptors["channel"] = far.fileno()
+            birth = self._fork(request, descriptors)
+            if birth is None:
+                popen = execute(request, descriptors)
+                return SystemChild(
+                    request.name,
+                    popen.pid,
+                    popen=popen,
+                    channel=ours,
+                    leads_session=request.options.own_session and not request.options.is_guarded,
+                    guard=popen.pid if request.options.is_guarded else 0,
+                )
+            child = SystemChild(
+                request.name,
+                birth.pid,
+                forked=birth,
+                channel=ours,
+                leads_session=not request.options.is_guarded,
+                guard=birth.guard_pid,
+            )
+            birth.start()
+            return child
+
+    def _fork(self, start: SpawnRequest, descriptors: Mapping[str, int]) -> ForkedProcess | None:
+        """A fork of the nursery; None if there is none to be had."""
+        nursery = start.fork_server
+        if nursery is None or time.monotonic() < self._fork_server_retry_at:
+            return None
+        here = os.open(".", os.O_PATH | os.O_DIRECTORY)
+        try:
+            passed = {"cwd": here, **descriptors}
+            return ForkedProcess.request(nursery, start.make_fork_request(list(passed)), passed)
+        except ForkUnavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._fork_server_retry_at = time.monotonic() + FORK_SERVER_RETRY_S
+            return None
+        finally:
+            os.close(here)
+
+
+def open_log(path: Path) -> int:
+    """A descriptor that appends to a file, whose directory is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def execute(start: SpawnRequest, descriptors: Mapping[str, int]) -> subprocess.Popen[bytes]:
+    """A process whose first code is `meshrl.common.mesh.process.entry.child`."""
+    passed = list(start.options.pass_fds)
+    if start.module is not None:
+        first, program = ["-m", child.__name__], [f"module:{start.module}", *start.argv[3:]]
+    else:  # without site-packages the interpreter starts in a third of the time
+        first = ["-I", "-S", str(child.__file__)]
+        program = [f"exec:{start.argv[0]}", *start.argv[1:]]
+    options: list[str] = []
+    environment = dict(start.environment)
+    if "death" in descriptors:
+        tie = (
+            f"guard={descriptors['death']}" if start.options.is_guarded else f"parent={os.getpid()}"
+        )
+        options += [tie, f"death={descriptors['death']}"]
+        passed.append(descriptors["death"])
+    if "channel" in descriptors:
+        environment[CHANNEL_FD] = str(descriptors["channel"])
+        passed.append(descriptors["channel"])
+    if start.options.niceness:
+        options.append(f"nice={start.options.niceness}")
+    options += [f"rlimit={name}:{value}" for name, value in start.options.rlimits.items()]
+    return subprocess.Popen(
+        [sys.executable, *first, *options, "--", *program],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=descriptors["stdout"],
+        stderr=descriptors["stderr"],
+        pass_fds=passed,
+        start_new_session=start.options.own_session,
+    )

@@ -1,0 +1,185 @@
+"""Processes that ended unasked: told as events, counted by name, and charged to their jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.diagnosis.failure import Failure, format_failure, read_log_end
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
+
+EXITS_KEY = f"{MESH_PREFIX}:ended"
+REPORT_TIMEOUT_S = 2.0  # a report must not hold up a restart
+RETRY_LIMIT_S = 60.0  # while Redis is away it is tried again for so long
+RETRY_S = 1.0
+NO_FAILURE = Failure("", "")
+CRASH = "crash"  # what `restart` is of an end without an error: a signal, or no word
+CRASH_SIGNALS = {
+    signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
+    signal.SIGTRAP,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LastExit:
+    """The last end of a process of this name."""
+
+    name: str
+    job: str
+    code: int
+    why: str
+    at_ms: int
+    times: int  # that processes of this name have ended unasked
+    final: bool  # it was not started again
+    error: dict[str, str] = field(default_factory=dict)  # type, text, where, fix; empty: none
+    log: str = ""
+
+    @property
+    def told(self) -> str:
+        """The error, or else how it ended."""
+        return format_failure(self.error) or self.why
+
+
+@dataclass(frozen=True)
+class ExitReport:
+    """What a parent tells of a child that has ended."""
+
+    name: str
+    code: int
+    why: str
+    failure: Failure | None = None
+    job: str = ""  # that the process works for alone
+    final: bool = False  # it is not started again
+    spent: bool = False  # its restarts are spent: its job fails, if it may be the job's fault
+    log: str = ""
+    event: bool = True  # False: the event was told before, and this is what became of it
+    charged: bool = True  # False: it never fails its job, which has another bound for it
+    ran_s: float = 0.0  # how long it ran: what had come up can succeed
+    count: int = 1  # processes of this name that have ended so since the last report
+    operation: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+async def report_exit(state: StateClient, report: ExitReport) -> bool:
+    """Records an end, once for a report; whether its job failed by it."""
+    failure = report.failure or NO_FAILURE
+    restart = failure.restart if report.failure is not None else CRASH
+    job = report.job or failure.job
+    args = asdict(replace(report, failure=None)) | {
+        "op": report.operation,
+        "job": job,
+        "restart": restart,
+        "error": failure.to_event_fields(),
+        "told": f"{report.name} ended by {report.failure or format_exit(report.code, report.why)}",
+        "advice": compose_advice(report, restart),
+    }
+    # The end of what a job's author has written fails no job: who tells of it may read none.
+    script = "process_ended" if report.charged or restart != CRASH else "end_seen"
+    answer = await state.run_script(script, [job_prefix(job) if job else MESH_PREFIX], args)
+    return bool(answer["failed"])
+
+
+def compose_advice(report: ExitReport, restart: str) -> str:
+    """What a job's error says after the cause: what to do, and what the log has of it."""
+    text = ""
+    if restart == CRASH:
+        text = f". {advise_on_status(report.code)}"
+    elif restart != "never" and not (report.failure and report.failure.fix):
+        text = f". `meshrl logs {report.name}` shows what led to it, `meshrl resume` goes on"
+    if report.log:
+        text += f". Its log: {report.log}"
+        if restart != "never" and (said := read_log_end(Path(report.log))):
+            text += f" ends: {said}"
+    return text
+
+
+def format_exit(code: int, why: str) -> str:
+    """How a process ended, with the name of its signal: `signal 11 (SIGSEGV)`."""
+    if code >= 0 or why != f"signal {-code}":
+        return why
+    try:
+        return f"{why} ({signal.Signals(-code).name})"
+    except ValueError:  # a real-time signal
+        return why
+
+
+def advise_on_status(code: int) -> str:
+    """Where to look when nothing but the exit status `code` is known."""
+    if -code in CRASH_SIGNALS:
+        return (
+            "Native code has crashed (a kernel, a driver, a library): its log has what it said "
+            "last; another `rollout.engine` or `mesh.device` tells whose it is"
+        )
+    if code == -signal.SIGKILL:
+        return "Somebody kills it, or the kernel for want of memory: `dmesg` says which"
+    if code < 0:
+        return "Somebody or something on this host sends it that signal"
+    return "It said no more: its log has what led to it"
+
+
+async def read_last_exits(state: StateClient) -> list[LastExit]:
+    """The last end of every process that has ended unasked, the latest first."""
+    row = (await state.run_mesh_script("row", key=EXITS_KEY))["row"] or {}
+    known = LastExit.__dataclass_fields__
+    rows = map(json.loads, row.values())
+    found = [LastExit(**{name: one[name] for name in known if name in one}) for one in rows]
+    return sorted(found, key=lambda end: (-end.at_ms, end.name))
+
+
+async def clear_last_exits(state: StateClient) -> None:
+    """A mesh that starts again knows nothing of how its processes ended before."""
+    await state.run_command("DEL", EXITS_KEY)
+
+
+class ExitReportSender:
+    """Tells of ends at once, or from the background for a while where Redis does not answer."""
+
+    def __init__(self, state: StateClient, clock: Clock) -> None:
+        self._state, self._clock = state, clock
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def report(self, report: ExitReport) -> bool:
+        """Whether the job is known to have failed by it; it takes EVENT_S at most."""
+        try:
+            return await self._report_once(report)
+        except (StateUnavailable, DeadlineExceeded):
+            self.report_in_background(report)
+            return False
+
+    def report_in_background(self, report: ExitReport) -> None:
+        """Tells of an end from the background, as of that of Redis itself."""
+        task = asyncio.get_running_loop().create_task(
+            self._report_until_accepted(report), name="late report"
+        )
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _report_once(self, report: ExitReport) -> bool:
+        async with self._clock.timeout(REPORT_TIMEOUT_S, "the report of an end"):
+            return await report_exit(self._state, report)
+
+    async def _report_until_accepted(self, report: ExitReport) -> None:
+        until = self._clock.monotonic() + RETRY_LIMIT_S
+        while self._clock.monotonic() < until:
+            await self._clock.sleep(RETRY_S)
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+                await self._report_once(report)
+                return
+
+    def stop(self) -> None:
+        """Drops what could not be told."""
+        for task in self._background:
+            task.cancel()
+
+
+def to_document(end: LastExit) -> dict[str, Any]:
+    """An end as JSON has it."""
+    return asdict(end) | {"told": end.told}

@@ -1,0 +1,53 @@
+"""One timer for all deadlines of a process: it is set to the soonest one, and looks at every row
+when it fires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+NEVER = float("inf")
+RESOLUTION_S = 0.01  # deadlines closer together than this share one sweep
+
+
+class DeadlineTimer:
+    """The timer; `now` is the clock that deadlines are measured by, in seconds."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._due_at = NEVER
+        self._timer: asyncio.TimerHandle | None = None
+        self._callbacks: list[Callable[[float], float]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Binds the timer to the running loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def add_callback(self, expire: Callable[[float], float]) -> None:
+        """`expire(now)` ends what is due and returns the soonest deadline that remains."""
+        self._callbacks.append(expire)
+
+    def schedule(self, deadline: float) -> None:
+        """Makes sure that a sweep runs at `deadline`."""
+        if deadline >= self._due_at:
+            return
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_at = deadline
+        delay = max(deadline - self._now(), 0.0) + RESOLUTION_S
+        self._timer = self._loop.call_later(delay, self._run)
+
+    def _run(self) -> None:
+        self._timer, self._due_at = None, NEVER
+        now = self._now()
+        soonest = min(expire(now) for expire in self._callbacks)
+        if soonest < NEVER:
+            self.schedule(soonest)
+
+    def stop(self) -> None:
+        """Cancels the timer."""
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,158 @@
+"""The HTTP endpoint for monitors: /metrics, /livez and /readyz, served by a thread of its own, so
+that they answer while the event loop stands still.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from meshrl.common.base.host.listen_addresses import (
+    bind_error_type,
+    parse_listen_address,
+    parse_socket_host,
+)
+from meshrl.common.base.host.settings import parse_advertised_host
+from meshrl.common.mesh.process.host import Host
+
+POLL_S = 0.5  # how often the thread looks whether it should end
+CLIENT_TIMEOUT_S = 5.0  # a client that neither sends nor reads for so long is hung up on
+MAX_CLIENTS = (
+    32  # at once, each on a thread: whoever reaches the port may knock as often as they like
+)
+LISTEN_BACKLOG = (
+    128  # that knock at one moment: one more is heard when it knocks again, a second later
+)
+PLAIN_TEXT = "text/plain; charset=utf-8"
+
+PageRenderer = Callable[[], tuple[int, str, bytes]]  # status, content type, body
+
+
+def make_health_page(explain_unhealthy: Callable[[], str]) -> PageRenderer:
+    """200, or 503 with what is wrong; `why_not` runs off the loop and is empty when all is well."""
+
+    def page() -> tuple[int, str, bytes]:
+        reason = explain_unhealthy()
+        return (503 if reason else 200), PLAIN_TEXT, f"{reason or 'ok'}\n".encode()
+
+    return page
+
+
+class MetricsEndpoint:
+    """Serves `pages` by path until it is closed. `where`: as `mesh.metrics` of a job file, or of
+    another `setting`, which a ConfigError names when no port of its range is free. Others are told
+    `advertise` (as `mesh.advertise`) unless it serves this host alone.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        advertise: str,
+        host: Host,
+        pages: Mapping[str, PageRenderer],
+        setting: str = "mesh.metrics",
+    ) -> None:
+        self._server = _bind(where, pages, setting)
+        self._server.timeout = POLL_S
+        interface, _ = parse_listen_address(where, setting)
+        try:
+            alone = ipaddress.ip_address(interface.strip("[]")).is_loopback
+        except ValueError:
+            alone = interface == "localhost"
+        shown = interface if alone else parse_advertised_host(advertise) or interface
+        self.address = f"http://{shown}:{self._server.server_port}"
+        self._is_closing = False
+        self._thread = host.run_periodically(0.0, self._serve_next, "endpoint")
+
+    def close(self) -> None:
+        """Stops the server, which ends at its thread's next look."""
+        self._is_closing = True
+
+    def _serve_next(self) -> bool:
+        if self._is_closing:
+            self._server.server_close()
+            return False
+        self._server.handle_request()
+        return True
+
+
+class _MetricsServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = LISTEN_BACKLOG
+    pages: Mapping[str, PageRenderer]
+
+    def __init__(self, where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(where, handler)
+        self._connections: dict[Any, None] = {}  # connections, the oldest first; of several threads
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a client on a thread; the one that has been there for longest makes room."""
+        for oldest in list(self._connections)[: max(0, len(self._connections) + 1 - MAX_CLIENTS)]:
+            with suppress(OSError):  # it has gone by itself
+                oldest.shutdown(socket.SHUT_RDWR)
+        self._connections[request] = None
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread is to be had
+            del self._connections[request]
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serves a client to its end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            del self._connections[request]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+class _MetricsServerV6(_MetricsServer):
+    address_family = socket.AF_INET6
+
+
+class _PageRequest(BaseHTTPRequestHandler):
+    timeout = CLIENT_TIMEOUT_S
+    server: _MetricsServer
+
+    def do_GET(self) -> None:
+        page = self.server.pages.get(self.path.partition("?")[0])
+        if page is None:
+            known = " ".join(self.server.pages)
+            status, kind, body = 404, PLAIN_TEXT, f"there is {known}\n".encode()
+        else:
+            status, kind, body = page()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes come every few seconds: nothing of them belongs in a log."""
+
+
+def _bind(where: str, pages: Mapping[str, PageRenderer], setting: str) -> _MetricsServer:
+    interface, tried = parse_listen_address(where, setting)
+    host, family = parse_socket_host(interface)
+    kind = _MetricsServerV6 if family == socket.AF_INET6 else _MetricsServer
+    trouble: OSError | None = None
+    for port in tried:
+        try:
+            server = kind((host, port), _PageRequest)
+        except OSError as error:
+            trouble = error
+            continue
+        server.pages = pages
+        return server
+    raise bind_error_type(trouble)(
+        f"no port to serve metrics from: {trouble}",
+        where=f"{setting} = {where!r}",
+        fix="Take any port with HOST:*, or a wider range with HOST:LOW-HIGH",
+    )

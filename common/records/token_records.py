@@ -1,0 +1,164 @@
+"""The encoding of many trajectories' tokens as one record of the ledger: about 11 bytes a token
+when a record holds one token of each trajectory, and a byte or two more for each expert.
+
+    head     format, widths in bytes of the five columns below, experts of a token, rows, tokens,
+             runs, first group
+    rows     group less the first one, member, count (width 0: all are 1), a column each
+    runs     weight version i32 and how many tokens it sampled u32, a column each
+    tokens   ids, in the smallest width of 1 to 4 bytes that fits the largest
+    logprobs float32 as they are: they are training data
+    experts  of each token in turn: u8 if all are known and fit, else i16 (width 0: there are none)
+
+All little-endian; row i owns the next `counts[i]` tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.common.base.errors import BadMessage
+from meshrl.common.base.expert_routing import NO_EXPERTS
+
+FORMAT = 1
+_HEADER = struct.Struct("<6BH3Iq")
+MEMBER_BITS = 12  # low bits of a trajectory's number; its group is above
+_MEMBER_MASK = (1 << MEMBER_BITS) - 1
+_UNSIGNED_BY_WIDTH = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_EXPERT_TYPES_BY_WIDTH = {1: np.uint8, 2: np.int16}
+_MAX_TOKEN_BYTES = 24  # most that a token takes, without its experts
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """New tokens of trajectories: row i owns the next `counts[i]` entries of the token columns."""
+
+    ids: NDArray[np.int64]  # trajectories
+    counts: NDArray[np.int32]  # at least 1
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]  # the weights that sampled each token
+    experts: NDArray[np.int16] = field(default_factory=lambda: NO_EXPERTS)  # see `experts`
+
+    def slice_token_columns(
+        self, selection: slice | NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], NDArray[np.int16]]:
+        """The token columns' entries for `selection` of the tokens."""
+        experts = self.experts[selection] if self.experts.shape[1] else self.experts
+        return self.tokens[selection], self.logprobs[selection], self.versions[selection], experts
+
+
+def select_rows(rows: TokenRows, mask: NDArray[np.bool_]) -> TokenRows:
+    """The chosen rows with their tokens."""
+    if rows.counts[~mask].any():
+        tokens = np.repeat(mask, rows.counts)
+        columns = rows.slice_token_columns(tokens)
+    else:
+        columns = rows.slice_token_columns(slice(None))
+    return TokenRows(rows.ids[mask], rows.counts[mask], *columns)
+
+
+def split_by_size(rows: TokenRows, max_bytes: int) -> Iterator[TokenRows]:
+    """The same rows in parts whose records are no larger than `max_bytes`, as far as rows can be
+    kept whole."""
+    ends = np.cumsum(rows.counts)
+    most = max(1, max_bytes // (_MAX_TOKEN_BYTES + 2 * rows.experts.shape[1]))
+    row = token = 0
+    while row < len(ends):
+        until = max(int(np.searchsorted(ends, token + most, side="right")), row + 1)
+        columns = rows.slice_token_columns(slice(token, int(ends[until - 1])))
+        yield TokenRows(rows.ids[row:until], rows.counts[row:until], *columns)
+        row, token = until, int(ends[until - 1])
+
+
+def encode_token_rows(rows: TokenRows) -> bytes:
+    """The record's bytes; there is at least one row, and no row without a token."""
+    groups = rows.ids >> MEMBER_BITS
+    first = int(groups.min())
+    members = rows.ids & _MEMBER_MASK
+    groups = groups - first
+    single = len(rows.tokens) == len(rows.ids)
+    changes = np.flatnonzero(rows.versions[1:] != rows.versions[:-1])
+    starts = np.concatenate((np.zeros(1, np.int64), changes + 1))
+    lengths = np.diff(starts, append=len(rows.versions))
+    tokens = rows.tokens.view(np.uint32)
+    widths = (
+        _choose_width(groups),
+        _choose_width(members),
+        0 if single else _choose_width(rows.counts),
+    )
+    narrow = max(1, (int(tokens.max()).bit_length() + 7) // 8)
+    wide = 0
+    if rows.experts.size:
+        wide = 1 if int(rows.experts.min()) >= 0 and int(rows.experts.max()) <= 255 else 2
+    shape = (rows.experts.shape[1], len(rows.ids), len(tokens), len(starts))
+    head = _HEADER.pack(FORMAT, *widths, narrow, wide, *shape, first)
+    return b"".join(
+        (
+            head,
+            groups.astype(_UNSIGNED_BY_WIDTH[widths[0]]).tobytes(),
+            members.astype(_UNSIGNED_BY_WIDTH[widths[1]]).tobytes(),
+            b"" if single else rows.counts.astype(_UNSIGNED_BY_WIDTH[widths[2]]).tobytes(),
+            rows.versions[starts].tobytes(),
+            lengths.astype(np.uint32).tobytes(),
+            tokens.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :narrow].tobytes(),
+            rows.logprobs.tobytes(),
+            rows.experts.astype(_EXPERT_TYPES_BY_WIDTH[wide]).tobytes() if wide else b"",
+        )
+    )
+
+
+def decode_token_rows(content: bytes) -> TokenRows:
+    """What `pack` was given; BadMessage if this is of another format, or no such record."""
+    if len(content) < _HEADER.size or content[0] != FORMAT:
+        raise BadMessage(
+            f"tokens in format {content[0] if content else 'none'}; this is format {FORMAT}",
+            where="ledger",
+            fix="finish the run with the version of the software that began it",
+        )
+    _, wide, member, count, narrow, expert, each, n, total, runs, first = _HEADER.unpack_from(
+        content
+    )
+    fixed = (n * wide, n * member, n * count, 4 * runs, 4 * runs, total * narrow, 4 * total)
+    sizes = (*fixed, total * each * expert)
+    known = {wide, member, count or 1} <= {1, 2, 4, 8} and expert in (0, *_EXPERT_TYPES_BY_WIDTH)
+    if len(content) != _HEADER.size + sum(sizes) or not known:
+        raise BadMessage("a record of tokens whose columns do not add up", where="ledger")
+    parts, at = [], _HEADER.size
+    for size in sizes:
+        parts.append(content[at : at + size])
+        at += size
+    groups = np.frombuffer(parts[0], _UNSIGNED_BY_WIDTH[wide]).astype(np.int64) + first
+    ids = groups << MEMBER_BITS | np.frombuffer(parts[1], _UNSIGNED_BY_WIDTH[member]).astype(
+        np.int64
+    )
+    ones = np.ones(n, np.int32)
+    lengths = np.frombuffer(parts[4], np.uint32)
+    padded = np.zeros((total, 4), np.uint8)
+    padded[:, :narrow] = np.frombuffer(parts[5], np.uint8).reshape(total, narrow)
+    experts = NO_EXPERTS
+    if expert:
+        experts = (
+            np.frombuffer(parts[7], _EXPERT_TYPES_BY_WIDTH[expert])
+            .astype(np.int16)
+            .reshape(-1, each)
+        )
+    return TokenRows(
+        ids=ids,
+        counts=np.frombuffer(parts[2], _UNSIGNED_BY_WIDTH[count]).astype(np.int32)
+        if count
+        else ones,
+        tokens=padded.reshape(-1).view("<i4"),
+        logprobs=np.frombuffer(parts[6], np.float32),
+        versions=np.repeat(np.frombuffer(parts[3], np.int32), lengths),
+        experts=experts,
+    )
+
+
+def _choose_width(column: NDArray[np.integer]) -> int:
+    largest = int(column.max())
+    return next(width for width in _UNSIGNED_BY_WIDTH if largest < 1 << 8 * width)

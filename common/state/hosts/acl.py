@@ -1,0 +1,328 @@
+"""What processes of each role may do in Redis, where each role of each host is a user of its own:
+the scripts they run, the keys that these and their other commands reach, and the commands.
+
+The keys of scripts are held to the scripts themselves by the tests of the state's contract, which
+run each script as a user that has what is here and no more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.host.settings import make_redis_user
+from meshrl.common.state.redis.keys import MESH_PREFIX
+
+ANY_JOB = "{*}"  # what keys of any job begin with: names of jobs have no braces
+# Part of a user's name and of a pattern of keys: `*`, a blank or a colon would widen these.
+HOST_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+# Redis' own categories, by kind of value, without what hurts others or tells of keys that are not
+# one's own. Scripts are run by the digest of one that the launcher has loaded: who may send a text
+# may keep the server busy for ever. What a script does is checked as if its caller did it. Of what
+# concerns a connection no more is here than a client begins with: `CLIENT TRACKING`, for one, has
+# the server remember what each of its clients has read.
+COMMANDS = (
+    "-@all +@read +@write -@dangerous -@admin -@scripting +evalsha +time"
+    " -scan -randomkey -dbsize +auth +hello +ping +select +quit"
+)
+
+
+@dataclass(frozen=True)
+class KeyPermissions:
+    """Patterns of keys that are read, and that are written; one may be in both. Those of `removes`
+    may be deleted, and are not written.
+    """
+
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    deletes: frozenset[str] = frozenset()
+
+    def __or__(self, other: KeyPermissions) -> KeyPermissions:
+        removes = self.deletes | other.deletes
+        return KeyPermissions(self.reads | other.reads, self.writes | other.writes, removes)
+
+    @property
+    def acl_patterns(self) -> list[str]:
+        """As Redis takes them."""
+        both = self.reads & self.writes
+        patterns = {"RW": both, "R": self.reads - both, "W": self.writes - both}
+        found = [f"%{kind}~{key}" for kind, keys in patterns.items() for key in sorted(keys)]
+        if self.deletes:
+            keys = " ".join(f"%W~{key}" for key in sorted(self.deletes))
+            found.append(f"(-@all +del {keys})")
+        return found
+
+
+def _prefix_permissions(
+    prefix: str, reads: str = "", writes: str = "", both: str = ""
+) -> KeyPermissions:
+    def named(names: str) -> frozenset[str]:
+        return frozenset(f"{prefix}:{name}" for name in names.split())
+
+    return KeyPermissions(named(reads) | named(both), named(writes) | named(both))
+
+
+_mesh, _job = partial(_prefix_permissions, MESH_PREFIX), partial(_prefix_permissions, ANY_JOB)
+_EVENT_APPEND = _mesh(writes="events")
+_LEASE_CHECK = _mesh(reads="entry:*")  # only who holds a lease
+_LEADER_CHECK = _mesh(reads="leader:*")  # only who leads
+_PROGRESS = _job(both="job")
+_JOB_ROW = _job(reads="job given")  # `given` is what it runs, for who hands it in to write
+_PHASE = (
+    _job(writes="job")
+    | _mesh(reads="jobs", writes="jobs:going jobs:ended jobs:paused")
+    | _EVENT_APPEND
+)
+_EVENT_READERS = _mesh(both="readers")
+_TOKENS = _mesh(both="token")
+_DEAD_ENTRIES = _mesh(both="entries", writes="entry:* look:counted")  # who has been gone for long
+_CREDENTIALS = _mesh(reads="door:* admitted doors revoked home")
+_GROUP_INDEXES = "open ready leased"
+
+# What each script reads and writes. Those that replay an operation have `op:<script>:*` beside it,
+# and `row` and `rows` read what they are told to.
+SCRIPT_PERMISSIONS: Mapping[str, KeyPermissions] = {
+    # registry
+    "register": _mesh(reads="epoch", writes="entries look:counted", both="entry:*")
+    | _TOKENS
+    | _EVENT_APPEND,
+    "renew": _mesh(writes="outage_ms look:counted", both="entry:* entries epoch")
+    | _CREDENTIALS
+    | _EVENT_APPEND,
+    "vacate": _mesh(writes="entries look:counted", both="entry:*") | _EVENT_APPEND,
+    "entries": _LEASE_CHECK | _DEAD_ENTRIES,
+    "append": _LEASE_CHECK | _EVENT_APPEND,
+    "process_ended": _mesh(reads="entries entry:*", both="ended outage_ms") | _PROGRESS | _PHASE,
+    "end_seen": _mesh(reads="jobs jobs:going", both="ended") | _EVENT_APPEND,
+    "row": KeyPermissions(),
+    "rows": KeyPermissions(),
+    # doors; who enters or leaves one writes that of its own role and host alone
+    "enter": _CREDENTIALS,
+    "withdraw": _CREDENTIALS,
+    "who": _CREDENTIALS,
+    "door_rows": _CREDENTIALS,
+    "admit_host": _mesh(both="admitted door:* doors"),
+    "revoke": _mesh(both="admitted door:* doors revoked") | _EVENT_APPEND,
+    # leaders
+    "campaign": _mesh(both="leader:*") | _TOKENS | _EVENT_APPEND,
+    "keep": _mesh(both="leader:*"),
+    "leader": _LEADER_CHECK,
+    # hosts that come and go
+    "ask": _mesh(reads="answered:*", writes="asked"),
+    "asked": _mesh(both="asked"),
+    "answer": _mesh(writes="asked answered:*"),
+    "mark_host": _mesh(both="draining requests") | _EVENT_APPEND,
+    # the pool
+    "look": _LEADER_CHECK
+    | _mesh(
+        reads="entries entry:* look:counted look:workers look:gangs jobs:going hosts services:*"
+        " draining requests moving planner settings"
+    )
+    | _JOB_ROW,
+    "write": _LEADER_CHECK
+    | _LEASE_CHECK
+    | _PHASE
+    | _mesh(
+        writes="gangs hosts look:workers look:gangs moving jobs:paused",
+        both="planner worker:* gang:* requests services:* draining",
+    )
+    | _job(both="job"),
+    "forget_gone": _LEADER_CHECK
+    | _LEASE_CHECK
+    | _DEAD_ENTRIES
+    | _mesh(
+        reads="gang:*",
+        writes="services:* look:workers",
+        both="worker:* workers hosts draining ended",
+    )
+    | _EVENT_APPEND,
+    "join_worker": _LEASE_CHECK
+    | _mesh(writes="workers look:workers look:gangs", both="worker:* gang:*")
+    | _EVENT_APPEND,
+    "report": _LEASE_CHECK | _mesh(writes="look:gangs", both="gang:*") | _EVENT_APPEND,
+    "pool_rows": _LEASE_CHECK | _mesh(reads="gangs gang:* workers worker:*"),
+    "request": _mesh(writes="requests draining") | _EVENT_APPEND,
+    "write_settings": _mesh(writes="settings"),
+    # readers of events
+    "join_reader": _EVENT_READERS,
+    "note_reader": _EVENT_READERS | _mesh(reads="jobs:deleted") | _job(reads="job"),
+    "history_lost": _EVENT_READERS
+    | _EVENT_APPEND
+    | _job(reads=f"job steps step:* group:* {_GROUP_INDEXES}"),
+    "trim_events": _EVENT_READERS
+    | _mesh(both="events", writes="trimmed")
+    | _job(reads="job", both="steps step:*"),
+    # jobs
+    "submit": _PROGRESS
+    | _PHASE
+    | _EVENT_READERS
+    | _mesh(reads="jobs:deleting", writes="jobs", both="jobs:in_store")
+    | _job(writes="requeue given"),
+    "reopen": _PROGRESS | _PHASE | _EVENT_READERS,
+    "change": _PROGRESS | _PHASE | _EVENT_READERS | _job(writes="given", both="evaluations"),
+    "cancel": _PROGRESS | _PHASE,
+    "phase": _LEASE_CHECK | _PROGRESS | _PHASE,
+    "evaluated": _job(reads="job evaluations"),
+    "evaluation": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND | _job(writes="evaluations"),
+    "job_marks": _mesh(reads="jobs jobs:deleted") | _JOB_ROW,
+    "old_jobs": _LEADER_CHECK | _mesh(reads="jobs:ended jobs:deleting"),
+    "delete_job": _PROGRESS
+    | _job(reads="given")
+    | KeyPermissions(deletes=frozenset({f"{ANY_JOB}:given"}))
+    | _mesh(writes="jobs jobs:deleting readers", both="jobs:ended jobs:deleted ended")
+    | _EVENT_APPEND,
+    "delete_rest": _mesh(writes="jobs:in_store", both="jobs:deleting")
+    | _job(
+        writes="group:* step:* shard:* requeue evaluations", both=f"steps shards {_GROUP_INDEXES}"
+    ),
+    # groups
+    "admit": _LEASE_CHECK
+    | _PROGRESS
+    | _EVENT_APPEND
+    | _job(reads="shard:*", writes="group:* open", both="requeue"),
+    "claim_shard": _LEASE_CHECK | _job(writes="shards", both="shard:*"),
+    "note_segment": _LEASE_CHECK | _job(both="shard:*"),
+    "open_groups": _job(reads="job open group:*"),
+    "group_ready": _LEASE_CHECK
+    | _PROGRESS
+    | _EVENT_APPEND
+    | _job(writes="open ready", both="group:*"),
+    "group_returned": _LEASE_CHECK
+    | _PROGRESS
+    | _EVENT_APPEND
+    | _job(writes=f"requeue {_GROUP_INDEXES}", both="group:*"),
+    "lease_groups": _LEASE_CHECK
+    | _PROGRESS
+    | _EVENT_APPEND
+    | _job(reads="open", writes="requeue", both="ready leased group:*"),
+    "in_flight": _job(reads=f"job group:* {_GROUP_INDEXES}"),
+    "digests": _job(reads="job ready leased group:* steps step:*"),
+    # steps
+    "commit_initial": _LEASE_CHECK | _PROGRESS | _EVENT_APPEND,
+    "commit_step": _LEASE_CHECK
+    | _PROGRESS
+    | _PHASE
+    | _job(reads="open", both="leased group:* steps step:*"),
+    "cover": _LEASE_CHECK | _PROGRESS | _job(reads="steps", writes="step:*"),
+    "checkpoint_state": _job(reads=f"job requeue group:* {_GROUP_INDEXES}"),
+    "open_lineage": _LEASE_CHECK
+    | _PROGRESS
+    | _PHASE
+    | _EVENT_READERS
+    | _job(both=f"requeue evaluations group:* steps step:* {_GROUP_INDEXES}"),
+    "step_rows": _job(reads="steps step:*"),
+}
+# Scripts that change something once for an operation, however often they are asked.
+_IDEMPOTENT_NAMES = (
+    "append process_ended end_seen write request submit reopen change cancel delete_job admit"
+    " group_ready group_returned open_lineage"
+)
+IDEMPOTENT_SCRIPTS = frozenset(_IDEMPOTENT_NAMES.split())
+
+# What each process of a mesh does, whatever it is: it has a name and a lease, looks others up, and
+# knows their keys by what the mesh tells of these.
+_COMMON_NAMES = "register renew vacate entries append row enter withdraw who"
+COMMON_SCRIPTS = frozenset(_COMMON_NAMES.split())
+_PAUSED_JOBS = _mesh(reads="jobs:paused")
+_EVENTS = _mesh(reads="events trimmed")
+_DELETION_SCRIPTS = "delete_job delete_rest"
+
+# The scripts of each role beside those, and what its other commands reach.
+_ROLE_PERMISSIONS: Mapping[str, tuple[str, KeyPermissions]] = {
+    "node": ("process_ended end_seen", _JOB_ROW | _mesh(reads="services:* draining")),
+    "worker": (
+        "join_worker report pool_rows process_ended end_seen",
+        _JOB_ROW | _mesh(reads="worker:*"),
+    ),
+    "engine": ("", _JOB_ROW),
+    "hybrid": ("", _JOB_ROW | _PAUSED_JOBS),
+    "rank": ("", _JOB_ROW | _PAUSED_JOBS),
+    "scoring": ("phase", _JOB_ROW),
+    "sandbox": ("end_seen", _PAUSED_JOBS),
+    "rollout": (
+        "admit claim_shard note_segment open_groups group_ready group_returned evaluation phase"
+        " process_ended end_seen",
+        _JOB_ROW | _job(reads="evaluations") | _mesh(reads="draining"),
+    ),
+    "trainer": (
+        "phase evaluated lease_groups group_returned commit_initial commit_step cover"
+        " checkpoint_state open_lineage step_rows",
+        _JOB_ROW | _PAUSED_JOBS,
+    ),
+    "weights": (
+        "rows digests step_rows",
+        _JOB_ROW | _mesh(reads="jobs jobs:deleted settings", both="jobs:in_store"),
+    ),
+    "planner": (
+        f"campaign keep look write forget_gone old_jobs {_DELETION_SCRIPTS}",
+        _mesh(reads="planner"),
+    ),
+    "gateway": (
+        f"rows submit cancel pool_rows ask {_DELETION_SCRIPTS}",
+        _JOB_ROW
+        | _EVENTS
+        | _mesh(reads="jobs jobs:deleted settings services:* draining")
+        | _job(reads="op:delete_job:*"),
+    ),
+    # Commands at the head do what its launcher does beside them: they look at all there is.
+    "person": (
+        " ".join(SCRIPT_PERMISSIONS),
+        _JOB_ROW
+        | _EVENTS
+        | _mesh(
+            reads="token epoch planner settings services:* worker:* draining ended readers jobs"
+            " jobs:deleted jobs:in_store jobs:paused trimmed",
+            both="probe",
+        )
+        | _job(reads="op:delete_job:* evaluations"),
+    ),
+}
+ROLES = frozenset(_ROLE_PERMISSIONS)
+
+
+def list_role_scripts(role: str) -> frozenset[str]:
+    """The scripts that processes of a role run."""
+    return COMMON_SCRIPTS.union(_ROLE_PERMISSIONS[role][0].split())
+
+
+def compute_role_permissions(role: str, host: str) -> KeyPermissions:
+    """The keys that processes of a role on a host reach."""
+    others = _ROLE_PERMISSIONS[role][1]
+    own = _mesh(both=f"door:{role}:{host}")
+    # What a script is told to belong to: no key has that name.
+    found = KeyPermissions(frozenset({ANY_JOB}), frozenset({ANY_JOB})) | own | others
+    for script in list_role_scripts(role):
+        found |= compute_script_permissions(script)
+    return found
+
+
+def compute_script_permissions(script: str) -> KeyPermissions:
+    """The keys that a script reaches."""
+    replayed = _job(both=f"op:{script}:*") if script in IDEMPOTENT_SCRIPTS else KeyPermissions()
+    return SCRIPT_PERMISSIONS[script] | replayed
+
+
+def build_acl_rules(role: str, host: str, password_digest: str, enabled: bool) -> list[str]:
+    """What the user of a role on a host is made of, for `ACL SETUSER` and for a configuration.
+    Refused: there is no such role, or the name of the host cannot be part of a pattern.
+
+    `password_digest`: SHA-256 of its password, in hexadecimal digits.
+    """
+    if role not in ROLES:
+        raise Refused(
+            f"Redis has no user for {role!r}", fix=f"Roles are {', '.join(sorted(ROLES))}"
+        )
+    if not HOST_NAME_PATTERN.fullmatch(host):
+        raise Refused(
+            f"{host!r} cannot be the name of a host",
+            fix="Letters, digits, dots and hyphens, 64 at most",
+        )
+    if not re.fullmatch(r"[0-9a-f]{64}", password_digest):
+        raise Refused(f"the password of {make_redis_user(role, host)} has no SHA-256 digest")
+    state = "on" if enabled else "off"
+    patterns = compute_role_permissions(role, host).acl_patterns
+    return ["reset", state, f"#{password_digest}", *patterns, "resetchannels", *COMMANDS.split()]

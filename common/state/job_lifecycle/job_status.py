@@ -1,0 +1,51 @@
+"""What is told of one job to who follows it: how it stands, and what happens to it."""
+
+from __future__ import annotations
+
+from meshrl.common.api.gateway import JobState
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import HistoryLost
+from meshrl.common.state import events
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.redis.client import StateClient
+
+POLL_S = 0.25  # between two looks for something new
+HISTORY_LOST_EVENT = "history_lost"  # kind of the event that stands for those that are gone
+
+
+def to_job_state(row: JobRow) -> JobState:
+    """How a job stands, by its row."""
+    return JobState(
+        name=row.id,
+        phase=row.phase.value,
+        held=row.held,
+        step=row.steps_done,
+        steps=row.document["budget"]["steps"],
+        version=row.version,
+        trained=row.trained,
+        error=row.error,
+        run_dir=row.run_dir,
+        over=row.is_terminal,
+    )
+
+
+async def wait_for_events(
+    state: StateClient, clock: Clock, job: str, since: str, wait_s: float
+) -> tuple[list[Event], str]:
+    """The job's events after `since`, one page of them, and where to go on; none when there was no
+    event of it for `wait_s`. One of kind `history_lost` stands for those that are gone.
+    """
+    until = clock.monotonic() + wait_s
+    while True:
+        try:
+            page = await events.read_page(state, since)
+        except HistoryLost as lost:
+            gone = {"since": lost.since, "through": lost.through}
+            return [Event(lost.through, 0, HISTORY_LOST_EVENT, gone)], lost.through
+        found = [event for event in page if event.fields.get("job") == job]
+        since = page[-1].id if page else since
+        if found or clock.monotonic() + POLL_S > until:
+            return found, since
+        if not page:
+            await clock.sleep(POLL_S)

@@ -1,0 +1,98 @@
+"""The account of trajectories: whether any was lost or trained twice, from events and group rows
+alone.
+
+lost = opened - (trained + filtered + stale_requeued + host_lost + typed_drops + in_flight), all in
+trajectories. Each term is counted from its own events, none by subtraction; only steps of the
+lineage that stands count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshrl.common.state.events import Event
+
+# What is 0 in a run that is right, and what it is when it is not.
+VIOLATIONS = {
+    "lost": "trajectories that were opened and are accounted for nowhere",
+    "trained_twice": "trajectories in more than one step",
+    "opened_twice": "groups whose number was given twice",
+    "committed_twice": "versions of a lineage that were committed with other weights too",
+}
+TERMS = ("opened", "trained", "filtered", "stale_requeued", "host_lost", "typed_drops")
+
+
+def compute_account(events: Iterable[Event], in_flight: int, job: str = "") -> dict[str, int]:
+    """The terms, and what is `WRONG`.
+
+    `events` are all of the mesh in order, of which those of `job` count (all, when empty);
+    `in_flight` is the number of trajectories in groups that are open, ready or leased
+    (`groups.in_flight(...).samples`).
+    """
+    terms = dict.fromkeys(TERMS, 0)
+    steps: dict[int, list[dict[str, Any]]] = {}
+    opened: set[int] = set()  # in all lineages: numbers of groups are never given again
+    committed: dict[tuple[int, int], set[str]] = {}
+    repeated = 0
+    for event in events:
+        fields = event.fields
+        if job and fields.get("job") != job:
+            continue
+        match event.kind:
+            case "opened":
+                terms["opened"] += fields["samples"] * len(fields["groups"])
+                repeated += len(opened.intersection(fields["groups"]))
+                opened.update(fields["groups"])
+            case "stale":
+                terms["stale_requeued"] += sum(row["samples"] for row in fields["groups"])
+            case "requeued":
+                terms["host_lost"] += fields["samples"]
+            case "dropped":
+                terms["typed_drops"] += fields["samples"]
+            case "filtered":
+                terms["filtered"] += fields["samples"]
+                terms["typed_drops"] += fields["failed"]
+            case "step":
+                steps[fields["step"]] = fields["groups"]
+                version = fields.get("lineage", 0), fields["step"]
+                committed.setdefault(version, set()).add(fields.get("manifest", ""))
+            case "lineage":
+                steps = {step: rows for step, rows in steps.items() if step <= fields["version"]}
+                if "lost_through" in fields:  # it went back behind what covered steps
+                    terms["host_lost"] += fields["host_lost"]
+                    standing = _add_steps(dict.fromkeys(TERMS, 0), steps, 0)
+                    for term, count in fields["counts"].items():
+                        terms[term] = count - standing[term]
+            case "restored":
+                terms, steps = {term: fields["counts"][term] for term in TERMS}, {}
+            case "history_lost":  # what the rows in Redis said then, in place of what is gone
+                terms = {term: fields["counts"][term] for term in TERMS}
+                steps = {row["step"]: row["groups"] for row in fields["steps"]}
+    others = sum(len(manifests) - 1 for manifests in committed.values())
+    found = _add_steps(terms, steps, in_flight)
+    return found | {"opened_twice": repeated, "committed_twice": others}
+
+
+def format_violations(account: Mapping[str, int | None]) -> str:
+    """What an account says that must not be, in words; empty when all is right."""
+    bad = {key: account.get(key) for key in VIOLATIONS if account.get(key)}
+    return ", ".join(f"{key} = {number} ({VIOLATIONS[key]})" for key, number in bad.items())
+
+
+def _add_steps(
+    terms: dict[str, int], steps: dict[int, list[dict[str, Any]]], in_flight: int
+) -> dict[str, int]:
+    times: Counter[int] = Counter()
+    scored: dict[int, int] = {}
+    for rows in steps.values():
+        for row in rows:
+            terms["filtered" if row["filtered"] else "trained"] += row["scored"]
+            terms["typed_drops"] += row["samples"] - row["scored"]
+            if not row["filtered"]:
+                times[row["group"]] += 1
+                scored[row["group"]] = row["scored"]
+    lost = terms["opened"] - sum(terms[term] for term in TERMS[1:]) - in_flight
+    twice = sum(scored[group] for group, n in times.items() if n > 1)
+    return terms | {"in_flight": in_flight, "lost": lost, "trained_twice": twice}

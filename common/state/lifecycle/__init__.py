@@ -1,1 +1,0 @@
-"""A job as a whole, from whether it fits to its deletion. Open `following.py` first."""

@@ -1,0 +1,113 @@
+"""A job as the planner sees it, from its row, its document and what its processes publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshrl.common.api.stats import CoreStats
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.job.config import PlannerConfig
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measurements import (
+    Measurements,
+    decode_curve,
+    decode_lengths,
+    decode_work,
+    merge_lengths,
+)
+from meshrl.common.state.pool.demand.requirements import (
+    PlannedJob,
+    derive_requirements,
+    explain_no_hybrids,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStats:
+    """A live process, and what it has published."""
+
+    name: str
+    kind: str
+    incarnation: str
+    stats: Mapping[str, Any]
+
+
+PROGRESS_STATS = {
+    "engine": "tokens",
+    "trainer": "step",
+    "hybrid": "bins",
+}  # what a process has done
+
+
+def build_planned_job(
+    row: Mapping[str, Any],
+    document: Mapping[str, Any],
+    processes: Sequence[ProcessStats] = (),
+    kinds_by_gang: Mapping[str, str] | None = None,
+) -> PlannedJob:
+    """The job of a row, its document (the resolved job file) and its live processes.
+    `kinds_by_gang`: what accelerators the workers of each gang have.
+    """
+    # What a core has said counts, too: a version may be in other types than the document asks for,
+    # or the base of its adapters.
+    need, trainers = derive_requirements(document), (p for p in processes if p.kind == "trainer")
+    there = {name for process in trainers for name in CoreStats.decode(process.stats).published}
+    if explain_no_hybrids(there, document["training"]["dtype"]):
+        need = replace(need, helped=False)
+    bundle, rollout = document.get("bundle", {}), document["rollout"]
+    shape, parameters = bundle.get("shape"), bundle.get("parameters", 0)
+    model = (f"{parameters} parameters", rollout.get("dtype", ""), rollout.get("pace", ""))
+    return PlannedJob(
+        id=row["id"],
+        phase=Phase(row["phase"]),
+        need=need,
+        config=PlannerConfig(**document.get("planner", {})),
+        groups_per_step=row["groups_per_step"],
+        group_size=document["algorithm"]["group_size"],
+        max_staleness=document["algorithm"]["max_staleness"],
+        slots=rollout["slots"],
+        bin_tokens=document["training"]["bin_tokens"],
+        recomputes=document["training"].get("activation_checkpointing", False),
+        steps=document["budget"]["steps"],
+        rejected=row["stale_requeued"],
+        submitted_ms=row["submitted_ms"],
+        steps_done=row["steps_done"],
+        held=row["held"],
+        checkpointed=bool(row["checkpoint"]),
+        progress={
+            process.stats["resident"]: int(process.stats.get(PROGRESS_STATS[process.kind], 0))
+            for process in processes
+            if process.kind in PROGRESS_STATS and process.stats.get("resident")
+        },
+        measured=collect_measurements(processes, kinds_by_gang or {}),
+        pace=rollout.get("pace", ""),
+        training_pace=document["training"].get("pace", ""),
+        model=" ".join(filter(None, model)),
+        shape=ModelShape(**shape) if shape else None,
+    )
+
+
+def collect_measurements(
+    processes: Sequence[ProcessStats], kinds_by_gang: Mapping[str, str]
+) -> Measurements:
+    """What a job's live processes say of their work, by name and incarnation: who starts again
+    counts from nothing.
+    """
+    return Measurements(
+        {
+            p.name + p.incarnation: decode_work(p.stats["work"])
+            for p in processes
+            if "work" in p.stats
+        },
+        tuple(
+            decode_curve(kinds_by_gang.get(p.stats.get("gang", ""), ""), p.stats["curve"])
+            for p in processes
+            if p.stats.get("curve")
+        ),
+        merge_lengths(
+            [decode_lengths(p.stats["lengths"]) for p in processes if p.stats.get("lengths")]
+        ),
+        {told["kind"]["name"]: told for p in processes if (told := p.stats.get("profile"))},
+    )

@@ -1,0 +1,231 @@
+"""Whether a job could ever run on these workers, if it had them all to itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.workers.rows import Instance, Role, Tier, TierBytes, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+
+
+def estimate_accelerator_bytes(
+    role: Role, core: bool, ranks: int, requirements: JobRequirements
+) -> int:
+    """Bytes of each worker's accelerator that such a resident takes at least; 0 where it is not
+    known. Beside the parameters a helper has gradients of what is trained, a core moments, too.
+    An engine of several ranks has a part of the parameters on each. How much of a mixture is
+    experts, and so on which ranks of a core that has them apart, is not known.
+    """
+    if role == Role.ROLLOUT:
+        return (requirements.bytes // 2 if requirements.half else requirements.bytes) // ranks
+    if role != Role.TRAINING:
+        return 0
+    if core and requirements.attention:
+        return 0
+    trained = 0 if requirements.adapters else requirements.bytes
+    return (
+        (requirements.bytes + trained * (1 + requirements.moments)) // ranks
+        if core
+        else requirements.bytes + trained
+    )
+
+
+def estimate_offload_bytes(instance: Instance, requirements: JobRequirements) -> int:
+    """Bytes of each worker's memory or disk that a core takes asleep: it keeps no gradients. Ranks
+    with experts alone are taken to have nearly all.
+    """
+    if not instance.core:
+        return 0
+    trained = 0 if requirements.adapters else requirements.bytes
+    return (requirements.bytes + trained * requirements.moments) // (
+        len(instance.ranks) - requirements.attention
+    )
+
+
+def has_room(budget: TierBytes, tier: Tier, used_bytes: int, needed_bytes: int) -> bool:
+    """Whether a worker has `needed_bytes` bytes of that tier, when so many are taken."""
+    if tier == Tier.ABSENT:
+        return True
+    limit = {
+        Tier.ACCELERATOR: budget.accelerator,
+        Tier.MEMORY: budget.memory,
+        Tier.DISK: budget.disk,
+    }[tier]
+    return not limit or used_bytes + needed_bytes <= limit
+
+
+def count_time_sliced_floor(requirements: JobRequirements) -> int:
+    """Workers that a job takes at least where engines and cores compute by turns."""
+    return (
+        requirements.ranks + int(requirements.scoring)
+        if requirements.alternates
+        else requirements.worker_floor
+    )
+
+
+def count_min_workers(requirements: JobRequirements, time_slicing: bool) -> int:
+    """Workers without which a job does not run."""
+    return max(
+        requirements.least,
+        count_time_sliced_floor(requirements) if time_slicing else requirements.worker_floor,
+    )
+
+
+def drop_infeasible_degrees(
+    requirements: JobRequirements, workers: Sequence[WorkerRow]
+) -> JobRequirements:
+    """The need with those degrees alone that an engine of the job can have on these workers: so
+    many of one host, each with the bytes of its part. With all degrees where it can have none.
+    """
+    if len(requirements.degrees) == 1:
+        return requirements
+    alike = Counter((worker.host, worker.budget) for worker in workers)
+    degrees = tuple(
+        d
+        for d in requirements.degrees
+        if _count_host_workers_with_room(requirements, alike, d) >= d
+    )
+    if not degrees or degrees == requirements.degrees:
+        return requirements
+    return replace(
+        requirements, degrees=degrees, alternates=requirements.alternates and degrees[0] == 1
+    )
+
+
+def explain_infeasible(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Why a job can never run on these workers, and what to do; empty when it can."""
+    requirements = drop_infeasible_degrees(requirements, workers)
+    places = Counter(map(settings.get_gang_location, workers))
+    return (
+        explain_too_few_workers(requirements, places, settings)
+        or explain_no_common_location(requirements, workers, settings)
+        or explain_too_little_memory(requirements, workers, settings)
+    )
+
+
+def explain_too_few_workers(
+    requirements: JobRequirements, workers_by_location: Mapping[str, int], settings: PoolSettings
+) -> str:
+    """The same but for its bytes, where the workers of each place of gangs are counted."""
+    turns = settings.turns
+    total, least = sum(workers_by_location.values()), count_min_workers(requirements, turns)
+    if total < least:
+        roles = {
+            f"{requirements.ranks} for its core": True,
+            f"{requirements.smallest_engine} to roll out": requirements.rolls_out
+            and not (turns and requirements.alternates),
+            "1 for its frozen models": requirements.scoring,
+        }
+        parts = ", ".join(role for role, wanted in roles.items() if wanted)
+        asked = "pool.workers.least" if requirements.least == least else parts
+        return (
+            f"the job needs {least} workers ({asked}), and this mesh has {total}: start one with "
+            f"`meshrl up --workers {least}`, or, when workers of this one were lost, go on with "
+            "`meshrl resume RUN`"
+        )
+    largest = max(workers_by_location.values(), default=0)
+    if largest < requirements.ranks:
+        kind = settings.gangs
+        wider = ', or set pool.gangs = "network" where hosts have one' if kind == "host" else ""
+        return (
+            f"the job trains with ranks = {requirements.ranks}, and no {kind} of this mesh has "
+            "more than "
+            f"{largest} workers: set training.ranks to {largest} or less, or join a larger {kind}"
+            f"{wider}"
+        )
+    if requirements.most and requirements.most < least:
+        return (
+            f"the job needs {least} workers, and pool.workers.most is {requirements.most}: "
+            "raise it to "
+            f"{least}, or set 0 for as many as there are"
+        )
+    return ""
+
+
+def explain_too_little_memory(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Why no accelerators of these workers have the bytes of a job's core, or of its engine, and
+    what to do; empty when some have, and while its bytes are not known.
+    """
+    roles = [
+        (
+            "core",
+            requirements.ranks,
+            estimate_accelerator_bytes(Role.TRAINING, True, requirements.ranks, requirements),
+        )
+    ]
+    alike = Counter((worker.host, worker.budget) for worker in workers)
+    if requirements.rolls_out and not any(
+        _count_host_workers_with_room(requirements, alike, d) >= d for d in requirements.degrees
+    ):
+        count = requirements.degrees[-1]  # the largest engine has the least on each
+        roles.append(
+            ("engine", count, estimate_accelerator_bytes(Role.ROLLOUT, False, count, requirements))
+        )
+    for role, count, more in roles:
+        fit = Counter(
+            settings.get_gang_location(worker) if role == "core" else worker.host
+            for worker in workers
+            if has_room(worker.budget, Tier.ACCELERATOR, 0, more)
+        )
+        if max(fit.values(), default=0) >= count:
+            continue
+        largest = max((worker.budget.accelerator for worker in workers), default=0)
+        more_ranks = {"core": "training.ranks", "engine": "rollout.tensor_parallel"}
+        spread = f", or raise {more_ranks[role]}"
+        return (
+            f"the job's {role} takes {more} bytes of each of {count} accelerators of one "
+            f"{settings.gangs} (its model has {requirements.bytes} in float32), no "
+            f"{settings.gangs} has "
+            f"them, and the largest has {largest}: "
+            f"join larger ones (`--accelerator-bytes`), or train a smaller model{spread}"
+        )
+    return ""
+
+
+def explain_no_common_location(
+    requirements: JobRequirements, workers: Sequence[WorkerRow], settings: PoolSettings
+) -> str:
+    """Why a core and an engine of several workers do not find room beside each other: each takes
+    workers of one place; empty when they do.
+    """
+    if not requirements.rolls_out or requirements.smallest_engine == 1:
+        return ""
+    hosts = Counter((settings.get_gang_location(worker), worker.host) for worker in workers)
+    places = Counter(map(settings.get_gang_location, workers))
+    for (place, _), count in hosts.items():
+        left = places - Counter({place: requirements.smallest_engine})
+        if (
+            count >= requirements.smallest_engine
+            and max(left.values(), default=0) >= requirements.ranks
+        ):
+            return ""
+    sizes = ", ".join(str(count) for count in sorted(hosts.values(), reverse=True))
+    return (
+        f"the job's core takes {requirements.ranks} workers of one {settings.gangs} and an engine "
+        f"{requirements.smallest_engine} of one host (rollout.tensor_parallel), and the hosts "
+        "of this mesh, with "
+        f"{sizes}, have no room for both: lower either, or join a larger host"
+    )
+
+
+def _count_host_workers_with_room(
+    requirements: JobRequirements,
+    workers_by_budget: Mapping[tuple[str, TierBytes], int],
+    degree: int,
+) -> int:
+    """The most workers of one host that have a part's bytes of an engine of so many, of so many
+    workers of each host and budget.
+    """
+    part = estimate_accelerator_bytes(Role.ROLLOUT, False, degree, requirements)
+    fit: Counter[str] = Counter()
+    for (host, budget), count in workers_by_budget.items():
+        if has_room(budget, Tier.ACCELERATOR, 0, part):
+            fit[host] += count
+    return max(fit.values(), default=0)

@@ -1,0 +1,385 @@
+"""The rows of the pool: what workers read and report, and what the leader looks at and writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from meshrl.common.state import registry
+from meshrl.common.state.pool.demand.measurements import parse_accelerator_kind
+from meshrl.common.state.pool.demand.planned_jobs import ProcessStats, build_planned_job
+from meshrl.common.state.pool.scheduling.decisions import Decision
+from meshrl.common.state.pool.scheduling.snapshot import Move, PoolHost, PoolRequest, PoolSnapshot
+from meshrl.common.state.pool.store.documents import (
+    decode_gang,
+    decode_worker,
+    encode_decision,
+    encode_report,
+    encode_worker,
+    id_sort_key,
+)
+from meshrl.common.state.pool.store.planner_reports import JobPrediction, decode_predictions
+from meshrl.common.state.pool.workers.process_names import PLACED_KINDS
+from meshrl.common.state.pool.workers.process_names import agent_name as agent_process
+from meshrl.common.state.pool.workers.rows import Gang, InstanceReport, WorkerRow
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX, PLANNER_ELECTION
+from meshrl.common.state.registry import RegistryEntry
+
+WORKER = f"{MESH_PREFIX}:worker:"
+SERVICES, HOSTS = f"{MESH_PREFIX}:services:", f"{MESH_PREFIX}:hosts"
+PLANNER_KEY = f"{MESH_PREFIX}:planner"  # what leaders leave to each other
+MOVES_KEY = f"{MESH_PREFIX}:moving"  # moves under way, by the resident that arrives
+# Decisions of one script: each takes up to some 50 us of Redis, which answers nobody meanwhile.
+DECISIONS_PER_SCRIPT = 128
+EXIT_RETENTION_S = 3600.0  # for which the last end of a process is told whose resident is gone
+SERVICE_STATS, CORE_STATS = (
+    ("takes", "tiers"),
+    ("cores", "busy_cores"),
+)  # what a host's agent says of it
+_POLLED_FIELDS = ("about", "token", "gang", "membership", "revision")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerInput:
+    """All that a leader decides from."""
+
+    snapshot: PoolSnapshot
+    memory: dict[str, Any] | None  # what leaders remember; None: there has been none
+    written: int  # writes so far: a write of another look is refused
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedDecision:
+    """A decision that was not written, because what it presumes is no longer so."""
+
+    decision: Decision
+    reason: str
+
+
+# -- workers -----------------------------------------------------------------------------------
+
+
+async def join_worker(state: StateClient, worker: WorkerRow) -> WorkerRow:
+    """Puts a worker on record, or takes its record up again; its row.
+
+    It stays in the gang that it is in, if any. A new start of it (another token) voids what it
+    reported. Fenced without the live lease `worker.token` of its process.
+    """
+    answer = await state.run_mesh_script(
+        "join_worker",
+        worker=worker.id,
+        token=worker.token,
+        host=worker.host,
+        accelerator=worker.accelerator,
+        about=json.dumps(encode_worker(worker)),
+    )
+    return decode_worker(answer["row"])
+
+
+async def read_worker(state: StateClient, id: str) -> WorkerRow | None:
+    """The record that a worker polls, in one cheap command; None when it is on record no more, as
+    one that has been gone for long: it may join again. Whether it lives is not asked.
+    """
+    row = await state.run_command("HMGET", f"{WORKER}{id}", *_POLLED_FIELDS)
+    if row[0] is None:
+        return None
+    found = dict(zip(_POLLED_FIELDS, row, strict=True))
+    numbers = {name: int(found[name]) for name in ("token", "membership", "revision")}
+    return decode_worker(found | numbers | {"id": id, "about": json.loads(found["about"])})
+
+
+async def read_workers(state: StateClient) -> list[WorkerRow]:
+    """All workers on record, w2 before w10."""
+    rows = (await state.run_mesh_script("pool_rows", what="workers"))["rows"]
+    return sorted(map(decode_worker, rows), key=lambda worker: id_sort_key(worker.id))
+
+
+async def report_instance(
+    state: StateClient, worker_id: str, gang: str, instance_id: str, report: InstanceReport
+) -> bool:
+    """Records what a resident's process on a worker does; False when that is for another wish than
+    the one on record, or the worker does not have this rank of this gang.
+
+    Fenced when `report.token` is not the live lease of the worker's process.
+    """
+    answer = await state.run_mesh_script(
+        "report",
+        worker=worker_id,
+        token=report.token,
+        gang=gang,
+        resident=instance_id,
+        rank=report.rank,
+        generation=report.generation,
+        epoch=report.epoch,
+        report=json.dumps(encode_report(report)),
+    )
+    return bool(answer["accepted"])
+
+
+# -- gangs and services --------------------------------------------------------------------------
+
+
+async def read_gangs(state: StateClient) -> list[Gang]:
+    """All gangs, in the order in which they were formed."""
+    rows = (await state.run_mesh_script("pool_rows", what="gangs"))["rows"]
+    return [decode_gang(row) for row in rows]
+
+
+async def read_gang(state: StateClient, id: str) -> Gang | None:
+    """One gang; None when there is none of that id."""
+    rows = (await state.run_mesh_script("pool_rows", gang=id))["rows"]
+    return decode_gang(rows[0]) if rows else None
+
+
+async def read_planner_memory(state: StateClient) -> dict[str, Any]:
+    """What leaders leave to each other; nothing before there has been one."""
+    text = await state.run_command("HGET", PLANNER_KEY, "memory")
+    found: dict[str, Any] = json.loads(text) if text else {}
+    return found
+
+
+async def read_entitlements(state: StateClient) -> dict[str, int]:
+    """Workers that each job is to have, as the leader divided them last."""
+    found: dict[str, int] = (await read_planner_memory(state)).get("entitled", {})
+    return found
+
+
+async def read_predictions(state: StateClient) -> dict[str, JobPrediction]:
+    """What the leader predicted last of each job's steps, and why it moves nothing, by job; nothing
+    of jobs that it has not judged.
+    """
+    return decode_predictions(await read_planner_memory(state))
+
+
+async def read_moves_in_progress(state: StateClient) -> list[Move]:
+    """The moves that are decided and not complete, the oldest first."""
+    flat = await state.run_command("HGETALL", MOVES_KEY)
+    rows = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
+    found = [Move(id, **json.loads(row)) for id, row in rows.items()]
+    return sorted(found, key=lambda move: (move.started_ms, move.id))
+
+
+async def read_host_services(state: StateClient, host: str) -> tuple[str, ...]:
+    """Names of the shards and sandboxes that a host is to run."""
+    text = await state.run_command("GET", f"{SERVICES}{host}")
+    return tuple(json.loads(text)) if text else ()
+
+
+async def read_all_services(state: StateClient) -> list[tuple[str, str]]:
+    """(host, name) of all shards and sandboxes that are to run, by host."""
+    hosts = await state.run_command("ZRANGE", HOSTS, 0, -1)
+    return [
+        (host, name) for host in sorted(hosts) for name in await read_host_services(state, host)
+    ]
+
+
+# -- people ----------------------------------------------------------------------------------------
+
+
+async def submit_request(state: StateClient, request: PoolRequest) -> None:
+    """Asks the leader for something, once for `request.op`. It stays on record until it is granted,
+    which the event of the decision tells by its `op`, or declined, as `move_declined`. A host that
+    is to be drained is marked as draining at once.
+    """
+    await state.run_mesh_script("request", **asdict(request))
+
+
+async def set_drain_reason(
+    state: StateClient, host: str, reason: str, expected: str | None = None
+) -> bool:
+    """Says why nothing new is placed on a host from now on; empty: something may be again. Only if
+    what was said until now is `expected`; None: in any case. Whether that changes anything.
+    """
+    args = {"host": host, "why": reason} | ({} if expected is None else {"was": expected})
+    return bool((await state.run_mesh_script("mark_host", **args))["changed"])
+
+
+async def read_drain_reasons(state: StateClient) -> dict[str, str]:
+    """The hosts that are to become empty, each with the reason."""
+    found = await state.run_command("HGETALL", f"{MESH_PREFIX}:draining")
+    return found if isinstance(found, dict) else dict(zip(found[::2], found[1::2], strict=True))
+
+
+async def is_draining(state: StateClient, host: str) -> bool:
+    """Whether a host is to become empty."""
+    return bool(await state.run_command("HGET", f"{MESH_PREFIX}:draining", host))
+
+
+async def write_settings(state: StateClient, settings: PoolSettings) -> int:
+    """Gives the planner the settings of a mesh that is up from now on; since when, in ms."""
+    return int(
+        (await state.run_mesh_script("write_settings", pool=json.dumps(asdict(settings))))["up_ms"]
+    )
+
+
+async def read_settings(state: StateClient) -> PoolSettings:
+    """Those of the mesh that is up; as they are by default before it is."""
+    told = await state.run_command("GET", f"{MESH_PREFIX}:settings")
+    return PoolSettings(**json.loads(told)["pool"]) if told else PoolSettings()
+
+
+# -- the leader ------------------------------------------------------------------------------------
+
+# Documents of jobs by their digests, of the last look over each connection: they are long, and
+# hardly ever change.
+_documents: WeakKeyDictionary[StateClient, dict[str, dict[str, Any]]] = WeakKeyDictionary()
+
+
+async def read_snapshot(state: StateClient, token: int) -> PlannerInput:
+    """One look at everything, in one script; Fenced for a leader that is no longer one."""
+    known = _documents.setdefault(state, {})
+    found = await state.run_mesh_script(
+        "look", election=PLANNER_ELECTION, token=token, known=list(known)
+    )
+    documents = {}
+    for row in found["jobs"]:
+        row["document"] = row["document"] or known[row["digest"]]
+        if row["digest"]:
+            documents[row["digest"]] = row["document"]
+    _documents[state] = documents
+    return PlannerInput(_decode_snapshot(found), found["memory"], found["written"])
+
+
+async def write_decisions(
+    state: StateClient,
+    token: int,
+    op_id: str,
+    decisions: Sequence[Decision],
+    memory: Mapping[str, Any] | None,
+    expected_revision: int | None = None,
+) -> list[RejectedDecision]:
+    """Writes the decisions of one look, in chunks and once for `op_id`, and with the last of them
+    the leaders' memory (None: it has not changed); those that no longer apply.
+
+    Fenced for a leader that is no longer one, and when anything has been written since the look
+    whose `written` is `expected_revision`. A leader that stops between two chunks leaves the rest
+    undecided.
+    """
+    documents = [encode_decision(decision, index) for index, decision in enumerate(decisions)]
+    # What a move's end strikes off the record must not be the move that begins beside it.
+    documents.sort(key=lambda row: row["kind"] != "finish")
+    chunks = [
+        documents[i : i + DECISIONS_PER_SCRIPT]
+        for i in range(0, len(documents), DECISIONS_PER_SCRIPT)
+    ]
+    if not chunks and memory is not None:
+        chunks = [[]]
+    refused: list[RejectedDecision] = []
+    for number, chunk in enumerate(chunks):
+        args: dict[str, Any] = {
+            "election": PLANNER_ELECTION,
+            "token": token,
+            "op": f"{op_id}.{number}",
+            "decisions": chunk,
+        }
+        if expected_revision is not None:
+            args["after"] = expected_revision + number
+        if memory is not None and number == len(chunks) - 1:
+            args["memory"] = json.dumps(memory)
+        answer = await state.run_script("write", [MESH_PREFIX], args)
+        refused += [
+            RejectedDecision(decisions[r["index"]], r["reason"]) for r in answer["refused"] or []
+        ]
+    return refused
+
+
+async def remove_gone(
+    state: StateClient, token: int, gone_s: float, exit_retention_s: float = EXIT_RETENTION_S
+) -> int:
+    """Removes the rows of idle workers and of hosts whose processes have been gone for so long; how
+    many workers. And the last ends, `exit_retention_s` ago or longer, of residents that are gone.
+    Fenced for a leader that is no longer one.
+    """
+    answer = await state.run_mesh_script(
+        "forget_gone",
+        election=PLANNER_ELECTION,
+        token=token,
+        gone_ms=int(1000 * gone_s),
+        ended_ms=int(1000 * exit_retention_s),
+        most=DECISIONS_PER_SCRIPT,
+    )
+    return int(answer["removed"])
+
+
+def _decode_snapshot(answer: dict[str, Any]) -> PoolSnapshot:
+    processes = [ProcessStats(**row) for row in answer["processes"]]
+    by_job: dict[str, list[ProcessStats]] = {}
+    for process in processes:
+        by_job.setdefault(process.stats.get("job", ""), []).append(process)
+    alive = frozenset(answer["alive"])
+    rows = (decode_worker(row | {"alive": row["id"] in alive}) for row in answer["workers"])
+    known = tuple(sorted(rows, key=lambda one: id_sort_key(one.id)))
+    kinds = {
+        worker.gang: parse_accelerator_kind(worker.accelerator) for worker in known if worker.gang
+    }
+    requests = [PoolRequest(op, **row) for op, row in answer["requests"].items()]
+    settings = answer["settings"]
+    return PoolSnapshot(
+        now_ms=answer["now_ms"],
+        workers=known,
+        gangs=tuple(sorted(map(decode_gang, answer["gangs"]), key=lambda one: id_sort_key(one.id))),
+        jobs=tuple(
+            build_planned_job(row, row["document"], by_job.get(row["id"], ()), kinds)
+            for row in answer["jobs"]
+        ),
+        hosts=_decode_hosts(answer, known, processes),
+        requests=tuple(sorted(requests, key=lambda one: (one.asked_ms, one.op))),
+        moves=tuple(Move(id, **row) for id, row in sorted(answer["moves"].items())),
+        rests=frozenset(p.name for p in processes if p.stats.get("rests")),
+        settings=PoolSettings(**settings.get("pool", {})),
+        gangs_formed=answer["formed"],
+        up_ms=settings.get("up_ms", 0),
+    )
+
+
+def _decode_hosts(
+    answer: dict[str, Any], workers: Sequence[WorkerRow], processes: Sequence[ProcessStats]
+) -> tuple[PoolHost, ...]:
+    agents = {p.name.partition("/")[2]: p for p in processes if p.kind == "node"}
+    said = {row["name"]: row["stats"] for row in answer["away"]}
+    said |= {agent.name: agent.stats for agent in agents.values()}
+    services = {row["name"]: tuple(row["services"]) for row in answer["hosts"]}
+    draining = answer["draining"]
+    names = sorted({*agents, *services, *(worker.host for worker in workers)})
+    return tuple(
+        PoolHost(
+            name,
+            alive=name in agents,
+            draining=draining.get(name, "")
+            or (str(agents[name].stats.get("draining") or "") if name in agents else ""),
+            services=services.get(name, ()),
+            **_decode_offer(said.get(agent_process(name), {})),
+        )
+        for name in names
+    )
+
+
+def decode_host(agent: RegistryEntry) -> PoolHost:
+    """A host as its agent's entry in the registry tells of it, without its services."""
+    draining = str(agent.stats.get("draining") or "")
+    return PoolHost(agent.host, alive=agent.alive, draining=draining, **_decode_offer(agent.stats))
+
+
+def _decode_offer(stats: Mapping[str, Any]) -> dict[str, Any]:
+    offer: dict[str, Any] = {key: float(stats[key]) for key in CORE_STATS if key in stats}
+    return offer | {key: tuple(stats[key]) for key in SERVICE_STATS if stats.get(key) is not None}
+
+
+async def list_remaining(state: StateClient, host: str) -> list[str]:
+    """Names of residents, of shards and sandboxes that are to be there, and of processes of such
+    that live there.
+    """
+    there = {worker.id for worker in await read_workers(state) if worker.host == host}
+    found = set(await read_host_services(state, host))
+    for gang in await read_gangs(state):
+        for resident in gang.residents:
+            if there.intersection(gang.workers[rank] for rank in resident.ranks):
+                found.add(resident.id)
+    entries = await registry.list_entries(state)
+    found |= {e.name for e in entries if e.alive and e.host == host and e.kind in PLACED_KINDS}
+    return sorted(found)

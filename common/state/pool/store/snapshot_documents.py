@@ -1,0 +1,64 @@
+"""A look at the pool as a JSON document, and back: for what-if questions and reports of bugs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.type_hints import resolve_hints
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
+
+
+def encode_snapshot(snapshot: PoolSnapshot) -> dict[str, Any]:
+    """The look as JSON takes it."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(snapshot), default=sorted))
+    return found
+
+
+def decode_snapshot(document: Mapping[str, Any]) -> PoolSnapshot:
+    """The look that a document describes; what it leaves out is as when it is not said. Refused
+    for a field that there is not, or that must be there.
+    """
+    found: PoolSnapshot = _decode_value(PoolSnapshot, document, "the snapshot")
+    return found
+
+
+def _decode_value(kind: Any, value: Any, where: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return _decode_record(kind, value, where)
+    if origin in (Union, UnionType):
+        some = next(one for one in inner if one is not NoneType)
+        return None if value is None else _decode_value(some, value, where)
+    if origin is tuple:
+        return tuple(_decode_value(inner[0], one, f"{where}[{n}]") for n, one in enumerate(value))
+    if origin is frozenset:
+        return frozenset(value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        key = inner[0]
+        return {
+            key(name): _decode_value(inner[1], one, f"{where}.{name}")
+            for name, one in value.items()
+        }
+    return kind(value) if isinstance(kind, type) and issubclass(kind, Enum) else value
+
+
+def _decode_record(kind: type[Any], value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise Refused(f"{where} is no object", where=where, fix="Give its fields by their names")
+    known = resolve_hints(kind)
+    names = [field.name for field in fields(kind) if field.init]
+    unknown = sorted(set(value) - set(names))
+    if unknown:
+        fix = f"Choose from {', '.join(names)}"
+        raise Refused(f"{where} has no {', '.join(unknown)}", where=where, fix=fix)
+    read = {name: _decode_value(known[name], value[name], f"{where}.{name}") for name in value}
+    try:
+        return kind(**read)
+    except TypeError as error:
+        raise Refused(f"{where}: {error}", where=where, fix="Say what is missing") from error

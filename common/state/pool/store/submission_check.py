@@ -1,0 +1,60 @@
+"""Refuses jobs that the mesh could never run, before anything of them is packed or sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.job.isolation.tiers import TIER_DESCRIPTIONS
+from meshrl.common.state import registry
+from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.scheduling.feasibility import explain_infeasible
+from meshrl.common.state.pool.scheduling.host_services import explain_rejected_service
+from meshrl.common.state.pool.scheduling.snapshot import PoolHost
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX
+
+SETTINGS_KEY = f"{MESH_PREFIX}:settings"  # what the launcher has told of the mesh
+
+
+async def check_job_is_feasible(state: StateClient, requirements: JobRequirements) -> None:
+    """Refused, with what the job takes and what there is, when it could not run even if it had all
+    workers to itself, or when no host contains its model's code as it asks. A mesh that has no
+    worker yet is not judged by them: they are joining.
+    """
+    if why := explain_missing_isolation(await read_host_offers(state), requirements):
+        raise Refused(why, fix="`meshrl doctor` on one of them says what is missing there")
+    known = await pool.read_workers(state)
+    if not known:
+        return
+    told = json.loads(await state.run_command("GET", SETTINGS_KEY) or "{}")
+    settings = PoolSettings(**told.get("pool", {}))
+    if why := explain_infeasible(requirements, known, settings):
+        raise Refused(why)
+
+
+async def read_host_offers(state: StateClient) -> list[PoolHost]:
+    """The hosts of the mesh, with what each takes, those that are away for minutes among them."""
+    return [pool.decode_host(entry) for entry in await registry.list_entries(state, "node")]
+
+
+def explain_missing_isolation(hosts: Sequence[PoolHost], requirements: JobRequirements) -> str:
+    """Why no sandbox of a job can be on any of these hosts, as each that takes sandboxes has said
+    which isolation it has; empty when one may be. Where none takes them the job waits for one.
+    """
+    takes = [host for host in hosts if SERVICE_NAMES["sandbox"] in host.takes]
+    if not requirements.sandboxes or not takes:
+        return ""
+    why = {host.name: explain_rejected_service(host, "sandbox", requirements) for host in takes}
+    if any(host.is_probing_isolation for host in takes) or not all(why.values()):
+        return ""
+    said = "; ".join(f"{name} {said}" for name, said in sorted(why.items()))
+    return (
+        f"the job runs code that the model wrote in {TIER_DESCRIPTIONS[requirements.tier]} "
+        "(sandbox.tier = "
+        f"{requirements.tier}), and no host that takes sandboxes has it: {said}"
+    )

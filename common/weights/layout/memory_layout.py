@@ -1,0 +1,81 @@
+"""Where the chunk files of a version lie in memory: side by side where a tensor goes on from one to
+the next, so that it is one view of several files. Pure.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshrl.common.api.weights import TensorPiece
+from meshrl.common.weights.layout.manifest import group_by_tensor
+
+PAGE_BYTES = mmap.PAGESIZE  # files begin in memory at multiples of it
+
+
+@dataclass(frozen=True)
+class MemoryLayout:
+    """Bytes of each chunk, and where it begins; `total` is a multiple of PAGE."""
+
+    chunk_sizes: Mapping[str, int]
+    chunk_offsets: Mapping[str, int]
+    total_bytes: int
+
+    def piece_offset(self, piece: TensorPiece) -> int:
+        """Where a piece begins."""
+        return self.chunk_offsets[piece.chunk] + piece.offset
+
+    def is_contiguous(self, pieces: Sequence[TensorPiece]) -> bool:
+        """Whether these follow each other in memory, in this order, and can be looked at as
+        elements there.
+        """
+        if not pieces:
+            return True
+        at = begin = self.piece_offset(pieces[0])
+        for piece in pieces:
+            if self.piece_offset(piece) != at:
+                return False
+            at += piece.size
+        elements = pieces[-1].end - pieces[0].begin
+        return elements > 0 and begin % ((at - begin) // elements) == 0
+
+
+def make_memory_layout(
+    tensors: Iterable[TensorPiece], selected: Iterable[TensorPiece]
+) -> MemoryLayout:
+    """The layout of the chunks of those pieces that are `selected`, out of all of a manifest.
+
+    A chunk is placed once. One that several tensors go on in, because its bytes are there more than
+    once, follows one of them; the others are in pieces.
+    """
+    sizes: dict[str, int] = {}
+    for piece in tensors:
+        sizes[piece.chunk] = max(sizes.get(piece.chunk, 0), piece.offset + piece.size)
+    filled = [piece for piece in selected if piece.size]
+    sizes = {chunk: sizes[chunk] for chunk in dict.fromkeys(piece.chunk for piece in filled)}
+    after = _find_continuations(filled, sizes)
+    begins: dict[str, int] = {}
+    total, heads = 0, sizes.keys() - set(after.values())
+    for first in [*(chunk for chunk in sizes if chunk in heads), *sizes]:
+        chunk: str | None = first
+        while chunk is not None and chunk not in begins:
+            begins[chunk] = total
+            total += -(-sizes[chunk] // PAGE_BYTES) * PAGE_BYTES
+            chunk = after.get(chunk)
+    return MemoryLayout(sizes, begins, total)
+
+
+def _find_continuations(pieces: Iterable[TensorPiece], sizes: Mapping[str, int]) -> dict[str, str]:
+    after: dict[str, str] = {}
+    taken: set[str] = set()
+    for parts in group_by_tensor(pieces).values():
+        for one, other in itertools.pairwise(parts):
+            full = one.offset + one.size == sizes[one.chunk] and sizes[one.chunk] % PAGE_BYTES == 0
+            if not full or other.offset or one.end != other.begin or one.chunk == other.chunk:
+                continue
+            if one.chunk not in after and other.chunk not in taken:
+                after[one.chunk] = other.chunk
+                taken.add(other.chunk)
+    return after

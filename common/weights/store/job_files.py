@@ -1,0 +1,281 @@
+"""A job's files on the host of a process: where its run is at home, or fetched by their digests.
+
+Elsewhere a bundle lies in `<run_root>/bundles/<digest>/`, for all processes of the host. Each of
+its folders (`data`, `model`, `modules`, `tokenizer`, ...) is there whole or not at all: whoever
+needs it first fetches it, the others wait. Bundles that nobody has used for longest go when there
+are too many bytes. What the host's processes write of a run lies in `<run_root>/runs/<job>/<when it
+came on record>/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from meshrl.common.api.transfer.bulk_permissions import PUBLISHED
+from meshrl.common.api.weights import FilePublication
+from meshrl.common.base.files.disk_sync import fsync_tree
+from meshrl.common.base.files.file_locks import is_file_at, try_lock, try_lock_file
+from meshrl.common.base.files.run_host import RunHost
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import MODULES, JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable, retry
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.server_state import run_host
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store_client import fetch_file, publish_files
+
+BUNDLES_FOLDER, RUNS_FOLDER = "bundles", "runs"  # below the root
+USED_MARKER = ".used"  # of a bundle: held by who uses it, and touched by who begins to
+FETCHING_PREFIX = ".fetching-"  # begins the name of a folder that is being fetched
+REMOVED_PREFIX = ".gone-"  # begins the name of what is being removed
+MAX_UNUSED_BYTES = 64 << 30  # that bundles take which nobody uses: as much as the largest one
+POLL_S = 0.2  # how often one who waits for another's fetch looks
+PUBLICATION_MAX_AGE_S = 3600.0  # of the hours that the store keeps what was published
+FETCH_TIMEOUT_S = 12 * 3600.0  # for another process to fetch a bundle of any size
+IO_TIMEOUT_S = 600.0  # to look at, sync or remove a folder of any size
+# Descriptors by which this process holds the bundles that it uses, one for each use.
+_held_descriptors: dict[str, list[int]] = {}
+
+
+async def open_local_job(mesh: Mesh, row: JobRow) -> JobData:
+    """The job of a row, with its bundle on this host, computed on what this process's worker is.
+    Damaged when the bundle is not what was packed and there is no other, StorageFull.
+    """
+    data = JobData.from_document(row.id, row.document, row.run_dir).for_device(mesh.settings.device)
+    if await is_on_run_host(mesh, data.run_dir):
+        return data
+    own = local_run_directory(mesh, row)
+    await mesh.host.run_blocking(
+        lambda: own.mkdir(parents=True, exist_ok=True), deadline_s=IO_TIMEOUT_S
+    )
+    bundle = await fetch_bundle(mesh, row)
+    return data.for_remote_host(bundle, own)
+
+
+async def is_on_run_host(mesh: Mesh, path: Path) -> bool:
+    """Whether `path`, of the host where runs are at home, is the same here; NotThere is waited for.
+    On the one host of a mesh that takes no others nobody needs to say where home is.
+    """
+
+    found = await retry(mesh.clock, lambda: _look_up_run_host(mesh))
+    if found is None or found.host == mesh.settings.host:
+        return True
+    seen = found.is_visible_on
+    return await mesh.host.run_blocking(seen, mesh.settings.host, path, deadline_s=IO_TIMEOUT_S)
+
+
+async def is_run_host(mesh: Mesh) -> bool:
+    """Whether runs are at home on this very host."""
+    found = await _look_up_run_host(mesh)
+    return found is None or found.host == mesh.settings.host
+
+
+async def _look_up_run_host(mesh: Mesh) -> RunHost | None:
+    found = await run_host.read_run_host(mesh.state)
+    if found is None and mesh.settings.joinable:
+        raise ServiceUnavailable(
+            "nobody has said where runs are at home", fix="the head is being started"
+        )
+    return found
+
+
+def local_run_directory(mesh: Mesh, row: JobRow) -> Path:
+    """Where a host that does not see the run's home keeps its files of the run."""
+    return Path(mesh.settings.run_root) / RUNS_FOLDER / row.id / str(row.since_ms)
+
+
+def bundle_directory(root: str | Path, digest: str) -> Path:
+    """Where the bundle of a digest lies on a host with this root, if it was fetched."""
+    return Path(root) / BUNDLES_FOLDER / digest
+
+
+async def fetch_bundle(mesh: Mesh, row: JobRow, only_folders: Iterable[str] = ()) -> Path:
+    """The bundle's directory on this host, with all of it, or with some of its folders, fetched
+    from wherever it is at home; it stays until it is released, or this process ends.
+    """
+    files, digest = bundle_files.read_file_list(row.document), str(row.document["bundle"]["digest"])
+    folders = set(only_folders) or {Path(name).parts[0] for name in files}
+    directory = bundle_directory(mesh.settings.run_root, digest)
+    run = mesh.host.run_blocking
+    holding = asyncio.ensure_future(run(_hold_bundle, directory, deadline_s=IO_TIMEOUT_S))
+    try:
+        await asyncio.shield(holding)
+    except asyncio.CancelledError:  # its thread goes on, and holds the bundle yet
+        holding.add_done_callback(
+            lambda held: None if held.cancelled() or held.exception() else release_bundle(directory)
+        )
+        raise
+    try:
+        if await run(_find_missing_folders, directory, folders, deadline_s=IO_TIMEOUT_S):
+            async with _fetch_lock(mesh, directory):
+                await run(
+                    _remove_by_prefix,
+                    directory,
+                    (FETCHING_PREFIX, REMOVED_PREFIX),
+                    deadline_s=IO_TIMEOUT_S,
+                )  # were cut off
+                for folder in sorted(
+                    await run(_find_missing_folders, directory, folders, deadline_s=IO_TIMEOUT_S)
+                ):
+                    await _fetch_folder(mesh, row, directory, folder)
+            await run(evict_bundles, directory.parent, MAX_UNUSED_BYTES, deadline_s=IO_TIMEOUT_S)
+    except BaseException:
+        release_bundle(directory)
+        raise
+    return directory
+
+
+async def find_local_modules(mesh: Mesh, modules: str, bundle_digest: str) -> str:
+    """The directory of a bundle's modules on this host, of which others know where it is at home
+    and its bundle's digest. NotThere until the host's agent has fetched it, which may and this
+    process may not.
+    """
+    if not bundle_digest or await is_on_run_host(mesh, Path(modules)):
+        return modules
+    directory = bundle_directory(mesh.settings.run_root, bundle_digest)
+    if not _held_descriptors.get(str(directory)):  # it asks again and again, and never lets go
+        await mesh.host.run_blocking(_hold_bundle, directory, deadline_s=IO_TIMEOUT_S)
+    if await mesh.host.run_blocking(
+        _find_missing_folders, directory, {MODULES}, deadline_s=IO_TIMEOUT_S
+    ):
+        raise ServiceUnavailable(f"{directory / MODULES} is not fetched yet", where=mesh.name)
+    return str(directory / MODULES)
+
+
+def release_bundle(directory: Path) -> None:
+    """One who has used the bundle in this process does so no longer."""
+    if held := _held_descriptors.get(str(directory)):
+        os.close(held.pop())
+
+
+async def _fetch_folder(mesh: Mesh, row: JobRow, directory: Path, folder: str) -> None:
+    bulk, run, asked = (
+        BulkClient(mesh),
+        mesh.host.run_blocking,
+        FilePublication(row.id, folders=[folder]),
+    )
+    scratch = directory / f"{FETCHING_PREFIX}{folder}.{mesh.random.hex_token(4)}"
+    files, since = await publish_files(mesh, asked), mesh.clock.monotonic()
+
+    def appear() -> None:  # fails, if nobody waits any more, once the scratch has been removed
+        fsync_tree(scratch)
+        (scratch / folder).rename(directory / folder)
+
+    try:
+        for name, digest in files.items():
+            if mesh.clock.monotonic() - since > PUBLICATION_MAX_AGE_S:
+                files, since = await publish_files(mesh, asked), mesh.clock.monotonic()
+            said = f"{name} of the bundle of {row.id}"
+            path = scratch / name
+            about = mesh, bulk, digest, path, said
+            await fetch_file(*about, job=row.id, kind="bundle", space=PUBLISHED)
+        await run(appear, deadline_s=IO_TIMEOUT_S)
+    finally:
+        await run(_remove_folder, scratch, deadline_s=IO_TIMEOUT_S)
+
+
+def _remove_folder(directory: Path) -> None:
+    """Takes it out of everybody's way before anything in it goes: a thread that is about to give it
+    its place has it whole, or not at all.
+    """
+    gone = directory.with_name(f"{REMOVED_PREFIX}{directory.name.lstrip('.')}")
+    with suppress(FileNotFoundError):
+        directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _remove_by_prefix(directory: Path, prefixes: str | tuple[str, ...]) -> None:
+    for path in directory.iterdir() if directory.exists() else ():
+        if path.name.startswith(prefixes):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _find_missing_folders(directory: Path, folders: set[str]) -> set[str]:
+    return {folder for folder in folders if not (directory / folder).exists()}
+
+
+@asynccontextmanager
+async def _fetch_lock(mesh: Mesh, directory: Path) -> AsyncIterator[None]:
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        what = f"a bundle that another process fetches to {directory}"
+        with mesh.wait(what, on=f"node/{mesh.settings.host}"):
+            async with mesh.clock.timeout(FETCH_TIMEOUT_S, what):
+                while not try_lock(descriptor):
+                    await mesh.clock.sleep(POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+def _hold_bundle(directory: Path) -> None:
+    while True:
+        place = directory / USED_MARKER
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except (FileExistsError, FileNotFoundError):  # it was removed in between, as below
+            if directory.is_file():
+                raise
+            continue
+        fcntl.flock(descriptor, fcntl.LOCK_SH)  # whoever removes it looks for a moment only
+        if is_file_at(descriptor, place):
+            os.utime(place)
+            _held_descriptors.setdefault(str(directory), []).append(descriptor)
+            return
+        os.close(descriptor)
+
+
+def remove_leftovers(bundles: Path) -> None:
+    """Removes what a process that ended had begun to remove. Where one still does, both do."""
+    _remove_by_prefix(bundles, REMOVED_PREFIX)
+
+
+def evict_bundles(bundles: Path, max_bytes: int) -> None:
+    """Removes bundles that no process of this host uses, those that were not used for longest
+    first, until what is left has `max_bytes` at most.
+    """
+    found = []
+    for directory in bundles.iterdir():
+        if directory.name.startswith(REMOVED_PREFIX):
+            continue
+        with suppress(FileNotFoundError):
+            found.append(((directory / USED_MARKER).stat().st_mtime, directory))
+    sizes = dict.fromkeys((directory for _, directory in found), 0)
+    for directory in sizes:
+        for path in directory.rglob("*"):
+            with suppress(FileNotFoundError):
+                about = path.stat()
+                sizes[directory] += about.st_size if stat.S_ISREG(about.st_mode) else 0
+    total = sum(sizes.values())
+    for _, directory in sorted(found):
+        if total <= max_bytes:
+            return
+        if _remove_if_unused(directory):
+            total -= sizes[directory]
+
+
+def _remove_if_unused(directory: Path) -> bool:
+    """Whether nobody uses the bundle; then it is gone."""
+    # With its mark, on which others wait: they find that it is elsewhere, and begin anew.
+    aside = directory.with_name(f"{REMOVED_PREFIX}{directory.name}.{os.getpid()}")
+    with try_lock_file(directory / USED_MARKER) as nobody:
+        if not nobody:
+            return False
+        try:
+            directory.rename(aside)
+        except FileNotFoundError:
+            return False
+    shutil.rmtree(aside, ignore_errors=True)
+    return True

@@ -1,0 +1,199 @@
+"""A client of the weight store's bulk port: writes and reads finished groups, chunks of weights and
+files.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+from meshrl.common.api.transfer.bulk_permissions import GROUPS, PUBLISHED, WEIGHTS
+from meshrl.common.api.weights import (
+    STORE_NAME,
+    CheckpointAssembly,
+    ChunkVerification,
+    FilePublication,
+    Weights,
+)
+from meshrl.common.base.errors import CorruptData, PeerLost
+from meshrl.common.base.files import corruption
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable, retry
+from meshrl.common.records.checkpoints import check_paths
+from meshrl.common.state import events, registry
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunk_store import CorruptionEvent
+from meshrl.common.weights.chunks.partial_file import PartialFile
+from meshrl.common.weights.store import chunk_cache
+
+STALL_TIMEOUT_S = 2.0  # without a byte: what can be done without is
+
+
+async def look_up_store(mesh: Mesh) -> registry.RegistryEntry:
+    """The weight store's entry; NotThere while it has no live lease."""
+    entry = await registry.lookup(mesh.state, STORE_NAME)
+    if entry is None or not entry.alive:
+        raise ServiceUnavailable("the weight store has no live lease", fix="it is being restarted")
+    return entry
+
+
+async def put_chunk(
+    mesh: Mesh,
+    bulk: BulkClient,
+    content: bytes | memoryview,
+    wait_reason: str,
+    *,
+    space: str = WEIGHTS,
+) -> str:
+    """Writes bytes durably, waiting for the store if need be; their digest."""
+
+    return await _write_with_retry(
+        mesh, bulk, wait_reason, lambda entry: bulk.put_chunk(entry, content, space=space)
+    )
+
+
+async def publish_pending_events(mesh: Mesh, pending_events: deque[CorruptionEvent]) -> None:
+    """Tells of chunks that a writer has found damaged, and written again."""
+    while pending_events:
+        await retry(
+            mesh.clock,
+            partial(events.append, mesh.state, corruption.CORRUPTION_EVENT, *pending_events[0]),
+        )
+        pending_events.popleft()
+
+
+async def fetch_chunk(
+    mesh: Mesh,
+    bulk: BulkClient,
+    digest: str,
+    wait_reason: str,
+    *,
+    job: str = "",
+    space: str = WEIGHTS,
+    needed_chunks: Collection[str] | None = None,
+    timeout_s: float | None = None,
+) -> bytes:
+    """The bytes of a digest, once the store is there; NotFound when it does not hold them, Damaged
+    when they are not what was written. The store has set them aside then, and told of it as of a
+    file of the job. `needed_chunks`: other processes of this host need them, too, and may have
+    fetched them; the store is not asked then, and these chunks do not go to make room for them.
+    `timeout_s`: of something that is done without as well, which is tried once, for so long;
+    DeadlineExceeded, also when nothing moves for `STALL_S`.
+    """
+    bounds = {} if timeout_s is None else {"deadline_s": timeout_s, "stall_s": STALL_TIMEOUT_S}
+
+    async def once() -> bytes:
+        entry = await look_up_store(mesh)
+
+        def fetch() -> Awaitable[bytes]:
+            return bulk.fetch_chunk(entry, digest, space=space, **bounds)
+
+        try:
+            if needed_chunks is not None and entry.host != mesh.settings.host:
+                return await chunk_cache.fetch_through_cache(mesh, digest, fetch, needed_chunks)
+            return await fetch()
+        except CorruptData:
+            kind = "group" if space == GROUPS else "weights"
+            await _verify_in_store(mesh, digest, kind, job, space)
+            raise
+
+    with mesh.wait(wait_reason, on=STORE_NAME):
+        if timeout_s is None:
+            return await retry(mesh.clock, once)
+        async with mesh.clock.timeout(timeout_s, wait_reason):
+            return await once()
+
+
+async def put_file(mesh: Mesh, bulk: BulkClient, path: Path, wait_reason: str) -> str:
+    """Writes what a file holds durably, as `put`; it may be more than memory holds."""
+
+    return await _write_with_retry(
+        mesh, bulk, wait_reason, lambda entry: bulk.put_file(entry, path)
+    )
+
+
+async def _write_with_retry(
+    mesh: Mesh,
+    bulk: BulkClient,
+    wait_reason: str,
+    write: Callable[[registry.RegistryEntry], Awaitable[str]],
+) -> str:
+    async def tried() -> str:
+        return await write(await look_up_store(mesh))
+
+    with mesh.wait(wait_reason, on=STORE_NAME):
+        digest = await retry(mesh.clock, tried)
+        await publish_pending_events(mesh, bulk.pending_events)
+    return digest
+
+
+async def fetch_file(
+    mesh: Mesh,
+    bulk: BulkClient,
+    digest: str,
+    path: Path,
+    wait_reason: str,
+    *,
+    job: str = "",
+    kind: str = "weights",
+    space: str = WEIGHTS,
+) -> None:
+    """Puts the bytes of a digest into a file, as `get`: whole, durable and with mode 0600, or not
+    at all. What has arrived when the store goes away is kept until it is back.
+    """
+
+    async def once() -> None:
+        try:
+            await bulk.fetch_to_file(await look_up_store(mesh), arriving, space=space)
+        except CorruptData:
+            await _verify_in_store(mesh, digest, kind, job, space)
+            raise
+
+    with mesh.wait(wait_reason, on=STORE_NAME), PartialFile.for_file(path, digest) as arriving:
+        await retry(mesh.clock, once)
+
+
+async def publish_files(mesh: Mesh, request: FilePublication) -> dict[str, str]:
+    """The digests by path of files at a run's home, once they are chunks of the store; it takes as
+    long as it takes to copy them, where they are not on its disk. NotFound, Damaged.
+    """
+    store = mesh.ref(STORE_NAME)
+    with mesh.wait(f"files of {request.job} to be published", on=STORE_NAME):
+        while True:
+            answer = await retry(mesh.clock, lambda: store.call(Weights.publish_files, request))
+            if answer.is_complete:
+                return answer.files
+
+
+async def assemble_checkpoint(mesh: Mesh, request: CheckpointAssembly) -> None:
+    """Returns once the store has made a checkpoint's directory at the run's home of its chunks."""
+    store = mesh.ref(STORE_NAME)
+    with mesh.wait(f"checkpoint {request.name} to be laid out", on=STORE_NAME):
+        while not await retry(mesh.clock, lambda: store.call(Weights.assemble_checkpoint, request)):
+            pass
+
+
+async def _verify_in_store(mesh: Mesh, digest: str, kind: str, job: str, space: str) -> None:
+    """PeerLost when it was not the store that changed the bytes, but the way. `kind`: of
+    `meshrl.common.base.files.corruption`.
+    """
+    if await mesh.ref(STORE_NAME).call(
+        Weights.verify_chunk, ChunkVerification(digest, kind, job, space)
+    ):
+        raise PeerLost(f"chunk {digest} arrived changed", where=STORE_NAME) from None
+
+
+async def fetch_checkpoint(
+    mesh: Mesh, bulk: BulkClient, job: str, name: str, folders: Sequence[str], directory: Path
+) -> None:
+    """Makes `directory` of a checkpoint's files, those that `folders` names or that lie below its
+    folders, from wherever the run is at home; NotFound or Damaged when one is not what was written.
+    """
+    files = await publish_files(mesh, FilePublication(job, name, list(folders)))
+    check_paths(files)
+    for path, digest in files.items():
+        place, said = directory / path, f"{path} of checkpoint {name}"
+        about = mesh, bulk, digest, place, said
+        await fetch_file(*about, job=job, kind="checkpoint", space=PUBLISHED)

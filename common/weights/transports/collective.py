@@ -1,0 +1,221 @@
+"""By broadcast from the core: gloo, or nccl between GPUs, into one process of each host, which
+keeps the chunks for the others. For fast networks: a broadcast costs the sender one copy, and no
+delta or relay has to be worked out.
+
+What came before a member was lost stays; the rest is pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from meshrl.common.api.trainer import BroadcastPlan, BroadcastRequest, BroadcastSender, Trainer
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.errors import PeerLost, Refused
+from meshrl.common.base.host.listen_addresses import WILDCARD_HOSTS, parse_listen_address
+from meshrl.common.base.host.settings import MeshSettings, parse_advertised_host
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.store import chunk_cache
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.common.weights.transports.rendezvous import open_rendezvous_store
+
+MAX_IN_FLIGHT = 2  # transfers at once: the next one moves while the last is hashed and written
+# NCCL's own watch would end the process of an engine for a member that is lost.
+NCCL_ENVIRONMENT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+LOCK_NAME = "broadcast"
+IO_TIMEOUT_S = 10.0  # to see what this host has
+BROADCAST_TIMEOUT_S = 600.0  # for all of it
+
+
+def choose_gloo_interface(settings: MeshSettings) -> dict[str, str]:
+    """By which interface or address of this host gloo reaches others: what an operator has set in
+    the environment or in the host's settings, else the address of `mesh.bind`. Refused where that
+    is all of them.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0] or settings.interface
+    if chosen:
+        return {"interface": chosen}
+    host = parse_advertised_host(settings.bind).strip("[]")
+    if parse_listen_address(settings.bind, "mesh.bind")[0] in WILDCARD_HOSTS:
+        raise Refused(
+            "it cannot be told by which interface others reach this host",
+            where="mesh.bind",
+            fix="Set `interface` in mesh.toml, or GLOO_SOCKET_IFNAME",
+        )
+    return {"hostname": host}
+
+
+class BroadcastGroup:
+    """One member's part in the group of a sender, rank 0; `stop` ends it from any thread."""
+
+    def __init__(
+        self, plan: BroadcastPlan, sender: BroadcastSender, gloo_interface: dict[str, str]
+    ) -> None:
+        """`gloo_interface`: see `place`. No two groups have the same name."""
+        self._plan, self._sender, self._gloo_interface = plan, sender, gloo_interface
+        self._timeout = timedelta(seconds=plan.wait_s)
+        self._device = "cuda" if plan.backend == "nccl" else "cpu"
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor = 0, 0
+        self._group: Any = None
+        self._stopped = False
+
+    def join(self, store: Store) -> None:
+        """Meets the others at `store`; PeerLost when they do not come in `wait_s`, which also is
+        how long one may keep the others waiting.
+        """
+        known = PrefixStore(self._sender.name, store)
+        about = known, self._plan.rank, self._plan.members
+        with _as_peer_lost(f"the group of {self._plan.members} did not meet"):
+            if self._plan.backend == "nccl":
+                os.environ.update(NCCL_ENVIRONMENT)
+                options: Any = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                self._group = dist.ProcessGroupNCCL(*about, options)
+            else:
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._devices = [dist.ProcessGroupGloo.create_device(**self._gloo_interface)]
+                options._timeout = self._timeout
+                self._group = dist.ProcessGroupGloo(*about, options)
+
+    def send(self, contents: Iterable[Any]) -> None:
+        """Sends buffers, each whole. PeerLost."""
+        tensors = (torch.frombuffer(one, dtype=torch.uint8).to(self._device) for one in contents)
+        for _ in self._broadcast(tensors):
+            pass
+
+    def receive(self, sizes: Iterable[int]) -> Iterator[memoryview]:
+        """Yields what is sent, in its order; valid until the next is asked for. PeerLost."""
+        empty = (torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes)
+        for tensor in self._broadcast(empty):
+            yield memoryview(tensor.cpu().numpy().data)
+
+    def _broadcast(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Broadcasts all, some of them ahead; each once it has moved."""
+        moving: deque[tuple[Any, torch.Tensor]] = deque()
+        for tensor in tensors:
+            self.check_not_stopped()
+            with _as_peer_lost("a broadcast of weights did not begin"):
+                moving.append((self._group.broadcast([tensor], self._options), tensor))
+            if len(moving) >= MAX_IN_FLIGHT:
+                yield self._wait_for_work(*moving.popleft())
+        while moving:
+            yield self._wait_for_work(*moving.popleft())
+
+    def _wait_for_work(self, work: Any, tensor: torch.Tensor) -> torch.Tensor:
+        with _as_peer_lost("a broadcast of weights ended early"):
+            work.wait(self._timeout)
+        return tensor
+
+    def check_not_stopped(self) -> None:
+        """Raise PeerLost once this part was stopped."""
+        if self._stopped:
+            raise PeerLost("the broadcast was ended")
+
+    def stop(self) -> None:
+        """Ends this member's part, also while it waits for others; from any thread."""
+        self._stopped = True
+        if self._group is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._group.abort()
+
+
+@contextmanager
+def _as_peer_lost(message: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's, of whoever is not there; its own types derive from it
+        raise PeerLost(f"{message}: {error}", fix="The rest is pulled") from error
+
+
+class CollectiveTransport:
+    """The receiving side of broadcasts of a job's core."""
+
+    name = "collective"
+
+    def __init__(self, mesh: Mesh, job: str) -> None:
+        self._mesh = mesh
+        self._trainer = mesh.ref(f"trainer/{job}")
+
+    async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
+        """PeerLost when a member was lost, StorageFull. Processes of a host do it one after the
+        other, so that all but the first find the chunks there.
+        """
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        async with chunk_cache.fetch_lock(
+            mesh, target_store.directory / chunk_cache.LOCKS_FOLDER / LOCK_NAME
+        ):
+            lacking = await run(version.find_still_missing, target_store, deadline_s=IO_TIMEOUT_S)
+            if not lacking:
+                return
+            await chunk_cache.free_space(
+                mesh, target_store, sum(lacking.values()), version.needed_chunks
+            )
+            asked = BroadcastRequest(version.manifest_digest, lacking, torch.cuda.is_available())
+            told = await self._trainer.call(Trainer.join_broadcast, asked)
+            if told.where:
+                await self._receive_chunks(told, lacking, target_store)
+
+    async def _receive_chunks(
+        self, plan: BroadcastPlan, missing: dict[str, int], target_store: ChunkStore
+    ) -> None:
+        mesh, run = self._mesh, self._mesh.host.run_blocking
+        where = choose_gloo_interface(mesh.settings)
+        parts = [
+            _BroadcastReceiverGroup(plan, sender, missing, target_store, where)
+            for sender in plan.senders
+        ]
+        wait = timedelta(seconds=plan.wait_s)
+        try:
+            with _as_peer_lost("nobody is where a broadcast was to be"):
+                meeting = plan.where, plan.members, wait
+                store = await run(open_rendezvous_store, *meeting, deadline_s=2 * plan.wait_s)
+            receiving = (run(part.run, store, deadline_s=BROADCAST_TIMEOUT_S) for part in parts)
+            await asyncio.gather(*receiving)
+        finally:
+            for part in parts:
+                part.stop()
+                mesh.telemetry.count("chunks_fetched", part.received_chunks)
+                mesh.telemetry.count("chunks_fetched_bytes", part.received_bytes)
+                mesh.telemetry.count("chunks_damaged", part.corrupt_chunks)
+
+
+class _BroadcastReceiverGroup(BroadcastGroup):
+    def __init__(
+        self,
+        plan: BroadcastPlan,
+        sender: BroadcastSender,
+        missing: dict[str, int],
+        target_store: ChunkStore,
+        gloo_interface: dict[str, str],
+    ) -> None:
+        super().__init__(plan, sender, gloo_interface)
+        self.received_chunks = self.received_bytes = self.corrupt_chunks = 0
+        self._missing, self._target_store = missing, target_store
+
+    def run(self, store: Store) -> None:
+        """Keeps what lacks here of all that comes. PeerLost, StorageFull."""
+        self.join(store)
+        chunks = self._sender.chunks
+        contents = self.receive(chunks.values())
+        for digest, content in zip(chunks, contents, strict=True):
+            self.check_not_stopped()
+            if digest not in self._missing:
+                continue
+            if compute_digest(content) != digest:
+                self.corrupt_chunks += 1
+                continue
+            self._target_store.save(digest, content)
+            self.received_chunks += 1
+            self.received_bytes += len(content)

@@ -1,0 +1,127 @@
+"""Chooses the way by which a host receives versions, by what ways have measured there, and goes
+back when a change has not paid.
+
+The way in use stays until another is predicted to take a quarter less. One that was never measured
+is tried once the way in use is known. What a change takes is then held against what the way before
+was predicted to take: unless it was a tenth faster it is undone, and that way rests for some
+versions, for twice as many after each change of its own that failed. So a host that the wrong way
+is tried at loses less and less by it, and one whose network has changed finds the right way again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MIN_MEASURED_BYTES = 1 << 20  # below, what is measured is the time of a few calls
+MIN_MEASUREMENTS = 2  # measurements before a way is believed to be known
+EMA_WEIGHT = 0.3  # of the last measurement in the mean: networks change within versions
+MIN_PREDICTED_GAIN = 0.25  # share of the time that a change must promise to save
+MIN_ACTUAL_GAIN = 0.1  # and that it must have saved
+INITIAL_COOLDOWN_VERSIONS, MAX_COOLDOWN_VERSIONS = (
+    4,
+    256,
+)  # versions that a way rests after a change that did not pay
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The way of one version. `instead_of`: the way in use, where this one is a change."""
+
+    transport: str
+    reason: str
+    predicted_s: float | None = None  # None: it was never measured
+    replaced_transport: str = ""
+    replaced_predicted_s: float = 0.0  # what the way in use is predicted to take
+
+
+@dataclass
+class _TransportRecord:
+    s_per_byte: float = 0.0
+    count: int = 0
+    cooldown_until: int = 0  # the number of a choice
+    consecutive_failures: int = 0  # changes to it that did not pay, one after the other
+
+    def predict_s(self, size_bytes: int) -> float | None:
+        return self.s_per_byte * size_bytes if self.count else None
+
+
+@dataclass
+class TransportSelector:
+    """What one host knows of its ways; plain state, asked before each version and told after it."""
+
+    current_transport: str = ""  # the way in use; empty: the first that is possible
+    choice_count: int = 0
+    _records: dict[str, _TransportRecord] = field(default_factory=dict)
+
+    def choose(self, size_bytes: int, available: Sequence[str]) -> TransportChoice:
+        """The way of `size_bytes` bytes; `available` are those that are possible now, the plainest
+        first.
+        """
+        self.choice_count += 1
+        usual = self.current_transport if self.current_transport in available else available[0]
+        now = self._record_of(usual).predict_s(size_bytes)
+        others = [way for way in available if way != usual]
+        if not others:
+            return TransportChoice(usual, "no other way is possible", now)
+        if size_bytes < MIN_MEASURED_BYTES:
+            return TransportChoice(usual, "too little to gain by another way", now)
+        if now is None or self._record_of(usual).count < MIN_MEASUREMENTS:
+            return TransportChoice(usual, f"how fast {usual} is, is not known yet", now)
+        awake = [way for way in others if self._record_of(way).cooldown_until < self.choice_count]
+        for way in awake:
+            if not self._record_of(way).count:
+                return TransportChoice(way, "it was never measured", None, usual, now)
+        best = min(awake, key=lambda way: self._record_of(way).s_per_byte, default=None)
+        then = self._record_of(best).predict_s(size_bytes) if best is not None else None
+        if best is not None and then is not None and then <= (1 - MIN_PREDICTED_GAIN) * now:
+            why = f"{then:.3g} s are predicted, {now:.3g} s by {usual}"
+            return TransportChoice(best, why, then, usual, now)
+        return TransportChoice(usual, self._explain_no_change(usual, now, size_bytes, others), now)
+
+    def _explain_no_change(self, usual: str, now: float, size: int, others: Sequence[str]) -> str:
+        said = []
+        for way in others:
+            known, then = self._record_of(way), self._record_of(way).predict_s(size)
+            rests = known.cooldown_until - self.choice_count
+            told = f"{then:.3g} s by {way}" if then is not None else f"{way} is not known"
+            said.append(told + (f", which rests for {rests} versions more" if rests >= 0 else ""))
+        return f"{now:.3g} s are predicted, " + "; ".join(said)
+
+    def record_success(self, choice: TransportChoice, size_bytes: int, duration_s: float) -> str:
+        """Takes in what the way of a choice took; what follows from it, for people."""
+        known = self._record_of(choice.transport)
+        if size_bytes >= MIN_MEASURED_BYTES and duration_s > 0:
+            measured = duration_s / size_bytes
+            known.count += 1
+            weight = EMA_WEIGHT if known.count > 1 else 1.0
+            known.s_per_byte += weight * (measured - known.s_per_byte)
+        if not choice.replaced_transport:
+            return f"it took {duration_s:.3g} s"
+        told = f"it took {duration_s:.3g} s instead of {choice.replaced_predicted_s:.3g} s"
+        if duration_s <= (1 - MIN_ACTUAL_GAIN) * choice.replaced_predicted_s:
+            self.current_transport, known.consecutive_failures = choice.transport, 0
+            return f"{told}: it stays"
+        self._start_cooldown(choice.transport)
+        return f"{told}: undone"
+
+    def record_failure(self, choice: TransportChoice, reason: str) -> str:
+        """Takes in that the way of a choice did not bring all of it; what follows."""
+        self._start_cooldown(choice.transport)
+        return f"it failed ({reason}), and rests"
+
+    def rates_bytes_per_s(self) -> Mapping[str, float]:
+        """Bytes per second, of the ways that were measured."""
+        return {way: 1 / known.s_per_byte for way, known in self._records.items() if known.count}
+
+    def _start_cooldown(self, transport: str) -> None:
+        known = self._record_of(transport)
+        known.cooldown_until = self.choice_count + min(
+            INITIAL_COOLDOWN_VERSIONS << known.consecutive_failures, MAX_COOLDOWN_VERSIONS
+        )
+        known.consecutive_failures += 1
+        if self.current_transport == transport:
+            self.current_transport = ""
+
+    def _record_of(self, transport: str) -> _TransportRecord:
+        return self._records.setdefault(transport, _TransportRecord())

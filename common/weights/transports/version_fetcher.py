@@ -1,0 +1,153 @@
+"""Brings what a host lacks of a version: by the way that is chosen, and the rest by the plainest,
+which is always there. What it took is held against what was predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import events
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.delta.receiver import make_chunks_from_deltas
+from meshrl.common.weights.pull.chunk_pull import MissingChunk, pull_chunks
+from meshrl.common.weights.store.chunk_cache import VersionToFetch
+from meshrl.common.weights.transports.selector import TransportChoice, TransportSelector
+
+TRANSPORT_EVENT = (
+    "weights_way"  # a change of ways, and what came of it: `meshrl weights explain` shows it
+)
+IO_TIMEOUT_S = 10.0  # to see what is there
+# What the plainest way must bring a second before another is thought of: where it is slower, the
+# network is, and what helps there is to send less. A broadcast knows no bounds of a host's rates.
+FAST_BYTES_PER_S = 100e6
+MIN_MEASURED_BYTES = 8 << 20  # below, what is measured is the time of a few calls
+
+
+class WeightTransport(Protocol):
+    """All chunks of a published version are in the store, whatever the way."""
+
+    @property
+    def name(self) -> str:
+        """For people and for `rollout.weights`."""
+
+    async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
+        """Brings chunks that lack as files of `target_store`, each right before it has its name. It
+        need not bring all: what came stays, whatever ends it. MeshError when it can bring no more.
+        """
+
+
+class VersionFetcher:
+    """One for a process that receives versions, one after the other."""
+
+    def __init__(
+        self, mesh: Mesh, transports: Sequence[WeightTransport], mode: str = "auto"
+    ) -> None:
+        """`transports`: the plainest first. `mode`: `auto`, `pull` (the plainest), or the name of
+        the one that is to be taken.
+        """
+        self._mesh, self._transports, self._mode = mesh, {way.name: way for way in transports}, mode
+        self._pull_transport = transports[0]
+        self.selector = TransportSelector()
+        self._last_report: dict[str, Any] = {}
+
+    async def fetch(self, version: VersionToFetch, target_store: ChunkStore) -> None:
+        """Returns once it has tried; what lacks then, the store does not have as it was written,
+        and NotFound or Damaged says so. StorageFull.
+        """
+        clock, began = self._mesh.clock, self._mesh.clock.monotonic()
+        size = version.missing_bytes
+        plain = self._pull_transport.name
+        if self._mode == "pull" or self._mode in self._transports:
+            asked = plain if self._mode == "pull" else self._mode
+            choice = TransportChoice(asked, "rollout.weights says so")
+        else:
+            bound = self._mesh.settings.rate_up or self._mesh.settings.rate_down
+            fast = (
+                not bound and self.selector.rates_bytes_per_s().get(plain, 0.0) >= FAST_BYTES_PER_S
+            )
+            choice = self.selector.choose(size, list(self._transports) if fast else [plain])
+        way, why, left = self._transports[choice.transport], "", version
+        if way is self._pull_transport:
+            await way.receive(version, target_store)
+        else:
+            try:
+                await way.receive(version, target_store)
+            except (NotFound, CorruptData):  # of the store: no other way has it either
+                raise
+            except MeshError as error:
+                why = str(error)
+            run = self._mesh.host.run_blocking
+            lacking = await run(version.find_still_missing, target_store, deadline_s=IO_TIMEOUT_S)
+            left = replace(version, missing=lacking)
+            if lacking and not why:
+                why = f"{len(lacking)} of {len(version.missing)} chunks"
+        took_s = clock.monotonic() - began
+        if why:
+            verdict = self.selector.record_failure(choice, why)
+        else:
+            verdict = self.selector.record_success(choice, size, took_s)
+        await self._publish_choice(version.job, choice, size, took_s, verdict)
+        if why and left.missing:
+            await self._pull_transport.receive(left, target_store)
+
+    @property
+    def last_report(self) -> dict[str, Any] | None:
+        """The last way and why, for published counters; None before the first."""
+        return self._last_report or None
+
+    async def _publish_choice(
+        self, job: str, choice: TransportChoice, size: int, took_s: float, verdict: str
+    ) -> None:
+        changed = choice.transport != self._last_report.get("way")
+        told = {
+            "way": choice.transport,
+            "why": choice.reason,
+            "verdict": verdict,
+            "bytes": size,
+            "took_s": round(took_s, 4),
+            "predicted_s": choice.predicted_s,
+            "rates": {way: round(rate) for way, rate in self.selector.rates_bytes_per_s().items()},
+        }
+        self._last_report = told
+        if not changed and not choice.replaced_transport:
+            return
+        mesh = self._mesh
+        about = {"job": job, "process": mesh.name, "host": mesh.settings.host, **told}
+        mesh.telemetry.log.info("weights", **about)
+        try:
+            await events.append(mesh.state, TRANSPORT_EVENT, about)
+        except MeshError as error:  # weights do not wait for the record of their way
+            mesh.telemetry.log.warning("weights", error=str(error))
+
+
+class PullTransport:
+    """A way; see `Way`."""
+
+    name = "pull"
+
+    def __init__(self, mesh: Mesh, bulk: BulkClient) -> None:
+        self._mesh, self._bulk = mesh, bulk
+        self._rate_bytes_per_s: float | None = None  # bytes a second that came, when much did last
+
+    async def receive(self, version: VersionToFetch, target_store: ChunkStore) -> None:
+        """Makes what it can of deltas, and fetches the rest. NotFound, Damaged, StorageFull."""
+        about = self._mesh, self._bulk
+        made = await make_chunks_from_deltas(*about, version, target_store, self._rate_bytes_per_s)
+        wanted = [
+            MissingChunk(one, size) for one, size in version.missing.items() if one not in made
+        ]
+        pulled = await pull_chunks(
+            *about,
+            wanted,
+            target_store,
+            made_chunks=made,
+            needed_chunks=version.needed_chunks,
+            job=version.job,
+        )
+        if pulled.fetched_bytes >= MIN_MEASURED_BYTES and pulled.duration_s:
+            self._rate_bytes_per_s = pulled.fetched_bytes / pulled.duration_s

@@ -1,3 +1,0 @@
-"""The ways by which a version reaches a host: one file a way (`bringing.py`, to open first, has
-what each must do and the plainest), and which one is taken (`choosing.py`).
-"""

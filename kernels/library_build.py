@@ -1,0 +1,229 @@
+"""Builds the C++ sources of `csrc/` for this machine's processor, once, and loads them.
+
+A library is named by a digest of everything that it depends on: sources, flags, compiler and the
+processor's features (hosts of different generations may share a home directory). Without a compiler
+there is no library, but a reason; whoever wanted it takes its PyTorch path. One that was compiled
+elsewhere for such a processor (`kernels/prebuilt_libraries.py`) comes first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from meshrl.kernels import prebuilt_libraries
+from meshrl.kernels.prebuilt_libraries import is_trusted
+
+SOURCE_DIRECTORY = Path(__file__).parent / "csrc"
+COMPILERS = ("c++", "g++", "clang++")
+# -O2 runs at half the speed. Errno and traps would forbid vector code.
+COMPILER_FLAGS = (
+    *("-O3", "-std=c++20", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    *("-Wno-psabi", "-shared", "-fPIC"),
+)
+NATIVE_PROCESSOR_FLAGS = ("-march=native",)
+TRAINING_LIBRARIES = ("varlen", "pointwise")  # what a training pass on a CPU calls
+# All there are, by name and definition.
+LIBRARIES = (
+    ("decoder", ""),
+    ("decoder", "MESHRL_STORAGE=bf16"),
+    ("ops", ""),
+    ("delta", ""),
+    *((name, "") for name in TRAINING_LIBRARIES),
+)
+NO_COMPILER_REASON = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH"
+NOT_BUILT_REASON = "compiled at the first start, in some 10 s"
+BUILD_TIMEOUT_S = 300.0  # some 10 s on a quiet core
+PREBUILD_TIMEOUT_S = (
+    3600.0  # each; nobody waits for it but who builds an image, on whatever is at hand
+)
+
+
+def list_missing_cuda_tools() -> list[str]:
+    """What the operators on a GPU are built with and this host does not have, by name."""
+    home = Path(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda")
+    found = {
+        "nvcc": shutil.which("nvcc") or (home / "bin/nvcc").is_file(),
+        "ninja": shutil.which("ninja"),
+        "Triton": importlib.util.find_spec("triton"),
+    }
+    return [name for name, there in found.items() if not there]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A shared library, or why there is none."""
+
+    path: Path | None
+    reason: str = ""
+
+    def load(self) -> ctypes.CDLL:
+        """The library's functions; FileNotFoundError with the reason when there is none."""
+        if self.path is None:
+            raise FileNotFoundError(self.reason)
+        return ctypes.CDLL(str(self.path))
+
+    def load_with_signatures(
+        self,
+        signatures: Mapping[str, Sequence[Any]],
+        result: Any = ctypes.c_int,
+        results: Mapping[str, Any] | None = None,
+    ) -> ctypes.CDLL:
+        """Return the library with its functions' types; results are `result` or of `results`."""
+        loaded = self.load()
+        for name, arguments in signatures.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = arguments, (results or {}).get(name, result)
+        return loaded
+
+
+@cache
+def build_library(name: str, definition: str = "") -> Library:
+    """The library of `csrc/<name>.cpp`, compiled with `-D<define>` if one is given; built if this
+    machine has not built it yet.
+    """
+    if made := prebuilt_libraries.find_prebuilt(
+        name, definition, COMPILER_FLAGS, _list_sources(name)
+    ):
+        return Library(made)
+    command = _get_compiler_command(name, definition)
+    if not command:
+        return Library(None, NO_COMPILER_REASON)
+    try:
+        path = get_cache_directory() / f"{name}-{_compute_digest(command)}.so"
+        if not is_trusted(path):
+            with lock_build(path.with_suffix(".lock")):
+                if not is_trusted(path):
+                    _compile(command, path)
+    except subprocess.CalledProcessError as error:
+        first = next((line for line in error.stderr.splitlines() if "error" in line), None)
+        why = error.stderr.strip()[-200:] if first is None else first.strip()
+        return Library(None, f"{command[0]} fails on {name}.cpp: {why}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Library(None, f"{name}.cpp cannot be built: {error}")
+    return Library(path)
+
+
+def find_library(name: str, definition: str = "") -> Library:
+    """Return the library if it is built, else the reason why `library` would build it."""
+    if made := prebuilt_libraries.find_prebuilt(
+        name, definition, COMPILER_FLAGS, _list_sources(name)
+    ):
+        return Library(made)
+    command = _get_compiler_command(name, definition)
+    if not command:
+        return Library(None, NO_COMPILER_REASON)
+    try:
+        path = get_cache_directory() / f"{name}-{_compute_digest(command)}.so"
+    except OSError as error:
+        return Library(None, str(error))
+    return Library(path) if is_trusted(path) else Library(None, NOT_BUILT_REASON)
+
+
+def build_for_all_processors(folder: Path) -> None:
+    """Compiles every library for every kind of processor of this architecture into the folder, for
+    hosts without a compiler; CalledProcessError or FileNotFoundError where that fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, define in LIBRARIES:
+        for kind in prebuilt_libraries.list_processor_kinds():
+            command = _get_compiler_command(name, define, kind.flags)
+            if not command:
+                raise FileNotFoundError(NO_COMPILER_REASON)
+            called = prebuilt_libraries.get_file_name(
+                name, define, kind, COMPILER_FLAGS, _list_sources(name)
+            )
+            _compile(command, folder / called, 0o755, PREBUILD_TIMEOUT_S)
+
+
+def _list_sources(name: str) -> list[Path]:
+    return [SOURCE_DIRECTORY / f"{name}.cpp", *sorted(SOURCE_DIRECTORY.glob("*.h"))]
+
+
+def _get_compiler_command(
+    name: str, define: str, processor: tuple[str, ...] = NATIVE_PROCESSOR_FLAGS
+) -> list[str]:
+    """The compiler's command line without an output; empty without a compiler."""
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        return []
+    defines = [f"-D{define}"] if define else []
+    return [compiler, *COMPILER_FLAGS, *processor, *defines, str(SOURCE_DIRECTORY / f"{name}.cpp")]
+
+
+def get_cache_directory() -> Path:
+    """Where libraries are kept: the user's cache, else a folder of the user's below /tmp. Another
+    user who takes a name there costs a further compilation.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache, prefix = Path(home) / "meshrl" / "native", f"meshrl-native-{os.getuid()}-"
+    places = sorted(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
+    try:
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        places.insert(0, cache)
+    except OSError:  # the user has no cache that can be written to
+        pass
+    for place in places:
+        # Code is loaded from it: nobody else may have made it, or put anything into it.
+        if os.access(place, os.W_OK) and is_trusted(place):
+            return place
+    try:
+        return Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        fix = "set XDG_CACHE_HOME to a folder that is yours"
+        raise OSError(f"no folder to keep libraries in ({error}); {fix}") from error
+
+
+def _compute_digest(command: list[str]) -> str:
+    seen = hashlib.sha256()
+    for path in _list_sources(Path(command[-1]).stem):
+        seen.update(path.read_bytes())
+    asked = subprocess.run(
+        [command[0], "--version"],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
+        check=True,
+    )
+    for text in (
+        *command[:-1],
+        asked.stdout,
+        platform.machine(),
+        prebuilt_libraries.read_processor_features(),
+    ):
+        seen.update(text.encode() + b"\0")
+    return seen.hexdigest()[:20]
+
+
+def _compile(
+    command: list[str], path: Path, mode: int = 0o700, timeout_s: float = BUILD_TIMEOUT_S
+) -> None:
+    draft = path.with_suffix(f".{os.getpid()}")
+    try:
+        made = [*command, "-o", str(draft)]
+        subprocess.run(made, capture_output=True, text=True, timeout=timeout_s, check=True)
+        draft.chmod(mode)
+        draft.replace(path)  # whole or not at all
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock_build(lock: Path) -> Iterator[None]:
+    """Hold a lock while a library is built; the kernel frees that of a process that dies."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

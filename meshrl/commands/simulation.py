@@ -1,0 +1,55 @@
+"""`meshrl simulate`: a scenario on a simulated cluster, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# What is no scenario of a cluster: the module that runs it, its options, and what it is.
+OTHER_SCENARIOS = {
+    "validity": (
+        ["loadtests.simulator", "--arms=broad,real"],
+        "The simulator beside a virtual mesh of 64 gangs, and a real one",
+    ),
+    "cake": (
+        ["meshrl.sim.prefixes"],
+        "A long prefix that is computed from its front while it is loaded from its back",
+    ),
+    "zebra": (
+        ["meshrl.sim.zebra"],
+        "Attention on new accelerators and experts on old ones, as the setups of HeterMoE",
+    ),
+}
+
+
+def run_simulation(
+    scenario: str,
+    what_if: Sequence[str],
+    overrides: Sequence[str],
+    out: Path | None = None,
+    run_dir: Path | None = None,
+) -> int:
+    """The exit status; without a scenario and a run those that are here are named."""
+    if scenario in OTHER_SCENARIOS:
+        words, _ = OTHER_SCENARIOS[scenario]
+        lacking = ""
+        if any((what_if, overrides, out, run_dir)):
+            lacking = f"takes no options: python -m {words[0]} --help"
+        elif importlib.util.find_spec("loadtests") is None and words[0].startswith("loadtests."):
+            lacking = f"needs a checkout of MeshRL: python -m {words[0]} there"
+        if lacking:
+            print(f"{scenario} {lacking}", file=sys.stderr)
+            return 2
+        return subprocess.run([sys.executable, "-m", *words], check=False).returncode
+    words = [sys.executable, "-m", "meshrl.sim.cluster", *([scenario] if scenario else [])]
+    words += [f"--from={run_dir}"] if run_dir is not None else []
+    words += [f"--what-if={one}" for one in what_if] + [f"--set={one}" for one in overrides]
+    words += [f"--out={out}"] if out is not None else []
+    status = subprocess.run(words, check=False).returncode
+    if not scenario and run_dir is None:
+        for name, (_, about) in OTHER_SCENARIOS.items():
+            print(f"{name:12} {about}")
+    return status

@@ -1,0 +1,143 @@
+"""What an argument of the command line means: a run, a mesh, or the mesh that was started last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError, CorruptData, NotFound, Refused, StateUnavailable
+from meshrl.common.state import jobs, registry
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory import directory_paths, job_file
+from meshrl.directory.directory_paths import MeshPaths, find_mesh, find_root_pid
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+
+
+@dataclass(frozen=True)
+class RunLocation:
+    """A run: its directory, the name of its job, and the mesh that it was started or submitted
+    on.
+    """
+
+    directory: Path
+    job: str
+    mesh_paths: MeshPaths
+
+    @classmethod
+    def from_job_file(cls, directory: Path, content: dict[str, Any]) -> RunLocation:
+        """The run in a directory whose `job.json` holds this."""
+        return cls(directory, content["job"], MeshPaths(Path(content.get("mesh", directory))))
+
+    @property
+    def display_path(self) -> str:
+        """Its directory as one would type it."""
+        return directory_paths.format_path(self.directory)
+
+
+def read_run(directory: Path) -> RunLocation:
+    """The run in a directory; NotFound when there is none, Damaged when `job.json` is."""
+    found = directory_paths.require_run(directory)
+    path = found / job_file.JOB_FILE_NAME
+    try:
+        return RunLocation.from_job_file(found, job_file.read_job_file(path))
+    except CorruptData as error:
+        raise CorruptData(
+            f"{path} is damaged: {error.message}",
+            fix=(
+                f"`meshrl resume {directory_paths.format_path(found)}` writes it anew if the "
+                "run's Redis has it"
+            ),
+        ) from error
+
+
+def resolve_mesh(target: Path | None, mesh: Path | None) -> MeshPaths:
+    """The mesh that a run or mesh directory, `--mesh`, or neither of them means."""
+    if target is not None and mesh is not None:
+        raise ConfigError(f"both {target} and --mesh {mesh} name a mesh", fix="Give one of them")
+    target = target or mesh
+    if target is not None and (target / "job.json").is_file():
+        place = read_run(target).mesh_paths
+        if place.settings.is_file():
+            return place
+        raise NotFound(
+            f"the run in {target} has no mesh any more", fix=f"`meshrl resume {target}` starts one"
+        )
+    try:
+        return find_mesh(target)
+    except NotFound as error:
+        if target is None:
+            raise
+        raise NotFound(
+            f"there is neither a run nor a mesh in {target}", fix="Name a directory under runs/"
+        ) from error
+
+
+def resolve_run(target: Path | None, mesh: Path | None) -> RunLocation:
+    """The run that is meant: a run's directory, a job of the mesh by its name, or, when neither is
+    given, the job that the mesh works on (the last one if it works on none).
+    """
+    if target is not None and (target / "job.json").is_file():
+        return read_run(target)
+    if target is not None and target.exists():
+        return _resolve_job(resolve_mesh(target, None), "")
+    if target is None:
+        place = find_mesh(mesh)
+        if (place.root / "job.json").is_file():
+            return read_run(place.root)
+        return _resolve_job(place, "")
+    try:
+        return _resolve_job(find_mesh(mesh), str(target))
+    except (NotFound, StateUnavailable) as error:
+        raise NotFound(
+            f"there is no run in {target}, and no mesh that has a job of that name",
+            fix="Name a directory under runs/, or a job as `meshrl status` shows it",
+        ) from error
+
+
+def resolve_bare_mesh(target: Path | None, mesh: Path | None) -> MeshPaths | None:
+    """The mesh, where that is meant and no run or job of it; None: it is one of these. NotFound
+    when there is none.
+    """
+    if target is not None and (not target.exists() or (target / "job.json").is_file()):
+        return None
+    place = resolve_mesh(target, mesh)
+    return None if (place.root / "job.json").is_file() else place
+
+
+def _resolve_job(mesh_paths: MeshPaths, name: str) -> RunLocation:
+    rows = query_mesh(mesh_paths, jobs.read_jobs, ANSWER_TIMEOUT_S)
+    if name:
+        rows = [row for row in rows if row.id == name]
+    if not rows:
+        raise NotFound(
+            f"the mesh in {mesh_paths.root} has no job {name}".rstrip(), fix="`meshrl submit JOB`"
+        )
+    row = next((row for row in rows if not row.is_terminal), rows[-1])
+    return RunLocation(Path(row.run_dir), row.id, mesh_paths)
+
+
+async def read_run_row(state: StateClient, run: RunLocation) -> jobs.JobRow:
+    """The run's row in the Redis of its mesh; NotFound when that has no such job, Refused when it
+    has another one of that name.
+    """
+    row = await jobs.read_job(state, run.job)
+    if row.run_dir != str(run.directory):
+        raise Refused(f"the mesh's job {run.job} is another run, in {row.run_dir}")
+    return row
+
+
+def may_be_running(mesh_paths: MeshPaths) -> bool:
+    """Whether there may be a mesh: its launcher runs on this host, or its Redis answers and a
+    process of it holds a lease.
+    """
+    if not mesh_paths.settings.is_file():
+        return False
+    if find_root_pid(mesh_paths):
+        return True
+    try:
+        return any(
+            entry.alive for entry in query_mesh(mesh_paths, registry.list_entries, ANSWER_TIMEOUT_S)
+        )
+    except StateUnavailable:
+        return False

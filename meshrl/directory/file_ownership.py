@@ -1,0 +1,44 @@
+"""Whose files these are: a mesh's own lie in directories that nobody else can enter, and what
+another user has put in their place is not used.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.mesh.process.entry.child import PRIVATE_UMASK
+
+WORLD_WRITABLE = stat.S_IWOTH
+
+
+def create_private_directory(directory: Path) -> None:
+    """Makes a directory that this user alone can enter, or closes it to the others. Refused when it
+    is another user's, or when anybody may put another one in its place.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o777 & ~PRIVATE_UMASK)
+    require_own_file(directory)
+    around = directory.parent.stat()
+    if around.st_mode & WORLD_WRITABLE and not around.st_mode & stat.S_ISVTX:
+        raise Refused(
+            f"anybody may replace {directory.name} in {directory.parent}",
+            where=str(directory),
+            fix=f"`chmod o-w {directory.parent}`, or take another directory",
+        )
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & PRIVATE_UMASK:
+        directory.chmod(mode & ~PRIVATE_UMASK)
+
+
+def require_own_file(path: Path) -> None:
+    """Refused when what is at `path` belongs to another user, who could have it name any server and
+    any process; root's is nobody's trap.
+    """
+    owner = path.lstat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise Refused(
+            f"{path} belongs to user {owner}, not to you ({os.geteuid()})",
+            fix="Ask as that user, or remove it if you do not know what it is",
+        )

@@ -1,0 +1,57 @@
+"""Record of the hosts that have joined a mesh, in the mesh's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from meshrl.common.base.files import documents
+from meshrl.common.mesh.access.admitted_hosts import REPAIR_HINT
+from meshrl.directory.directory_paths import MeshPaths, write_json
+
+
+@dataclass(frozen=True)
+class JoinedHost:
+    """A host that was let in."""
+
+    host: str
+    address: str
+    prefix: str  # of its workers' names
+    planner: str  # name of the planner that stands by there; empty: none does
+    workers: int
+    joined_s: float  # wall clock
+    key: str  # digest of that by which it is known at the gateway
+    ephemeral: bool = False  # it is forgotten when it has been away for `pool.gone_s`
+
+
+@dataclass(frozen=True)
+class JoinedHosts:
+    """The hosts that were let in, and how many there have been."""
+
+    count: int = 0
+    hosts: Mapping[str, JoinedHost] = field(default_factory=dict)
+    left: tuple[str, ...] = ()  # names of hosts that are in no more: none comes back
+
+    @classmethod
+    def read(cls, mesh_paths: MeshPaths) -> JoinedHosts:
+        """That of a mesh; Damaged."""
+        try:
+            held = documents.read(mesh_paths.joined, REPAIR_HINT.format(other="hosts.json"))
+        except FileNotFoundError:
+            return cls()
+        try:
+            hosts = {name: JoinedHost(**row) for name, row in held["hosts"].items()}
+            return cls(held["count"], hosts, tuple(held["left"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            fix = REPAIR_HINT.format(other="hosts.json")
+            why = f"it tells of no hosts: {error!r}"
+            raise documents.make_corrupt_error(mesh_paths.joined, why, fix) from error
+
+    def write(self, mesh_paths: MeshPaths) -> None:
+        """Puts it on record."""
+        write_json(mesh_paths.joined, asdict(self))
+
+
+def read_joined_hosts(mesh_paths: MeshPaths) -> Mapping[str, JoinedHost]:
+    """The hosts that have joined a mesh, by name; Damaged."""
+    return JoinedHosts.read(mesh_paths).hosts

@@ -1,0 +1,46 @@
+"""Asks a running mesh something through its Redis, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.embedded_server import redact_password
+from meshrl.directory.directory_paths import MeshPaths
+
+T = TypeVar("T")
+ANSWER_TIMEOUT_S = 10.0
+
+
+def query_mesh(
+    mesh_paths: MeshPaths, query: Callable[[StateClient], Awaitable[T]], deadline_s: float
+) -> T:
+    """Runs `question` on the mesh's Redis; StateUnavailable or its own error after `deadline_s`."""
+
+    async def asking() -> T:
+        try:
+            async with asyncio.timeout(deadline_s):
+                state = await StateClient.open(mesh_paths.redis_url, connect_timeout_s=deadline_s)
+                try:
+                    return await query(state)
+                finally:
+                    await state.close()
+        except (TimeoutError, DeadlineExceeded) as error:
+            raise StateUnavailable(f"no answer within {deadline_s:g} s") from error
+
+    return asyncio.run(await_redis_answer(mesh_paths, asking()))
+
+
+async def await_redis_answer(mesh_paths: MeshPaths, answer: Awaitable[T]) -> T:
+    """Return the answer of a mesh's Redis; one that is away is named with what to do."""
+    try:
+        return await answer
+    except StateUnavailable as error:
+        raise StateUnavailable(
+            f"the mesh's Redis cannot be asked: {error.message}",
+            where=redact_password(mesh_paths.redis_url),
+            fix="`meshrl up` starts a mesh; `meshrl resume RUN` starts the mesh of a run again",
+        ) from error

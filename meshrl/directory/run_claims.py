@@ -1,0 +1,250 @@
+"""The directory of a new run: made once the start can be expected to succeed, and taken back if it
+does not. A run that --force replaces lies aside until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.common.base.errors import CorruptData, NotFound, Refused, StateUnavailable, StorageFull
+from meshrl.common.base.files.remote_directory import RemoteDirectory
+from meshrl.common.job.config import JobConfig
+from meshrl.common.state import jobs
+from meshrl.common.state.jobs import TERMINAL_PHASES
+from meshrl.directory import directory_paths, job_file
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid, read_json_or_empty
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+
+CLAIM_FILE = ".starting"  # a file in a directory that a start has taken
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass
+class RunClaim:
+    """A new run's directory, which is empty."""
+
+    directory: Path
+    created_directories: list[Path]  # directories that were not there, innermost first
+    replaced_run: Path | None = None  # where the run that it replaces lies
+    is_marked: bool = False
+    is_committed: bool = False
+
+    def commit(self) -> None:
+        """The run has begun, or nobody knows: its directory stays."""
+        self.is_committed = True
+        (self.directory / CLAIM_FILE).unlink(missing_ok=True)
+
+    def delete_replaced_run(self) -> None:
+        """The run goes on: what it replaces goes."""
+        if self.replaced_run is not None:
+            told = "of the run that was replaced cannot be deleted"
+            shutil.rmtree(
+                self.replaced_run,
+                onerror=lambda _, path, why: print(f"{path} {told}: {why[1]}", file=sys.stderr),
+            )
+            self.replaced_run = None
+
+    def create_marker(self) -> None:
+        """Takes the directory: it is not empty from here on."""
+        with (self.directory / CLAIM_FILE).open("x") as mark:
+            self.is_marked = True
+            mark.write("a run is being started here\n")
+
+    def roll_back(self) -> None:
+        """Leaves everything as it was before."""
+        if self.is_marked:
+            for path in self.directory.iterdir():
+                folder = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path, ignore_errors=True) if folder else path.unlink()
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            for path in self.created_directories:
+                path.rmdir()
+        if self.replaced_run is None:
+            return
+        try:
+            self.replaced_run.rename(self.directory)
+        except OSError as error:
+            self.report_replaced_run(str(error))
+
+    def report_replaced_run(self, reason: str) -> None:
+        """Where the run lies that was to be replaced, and is neither deleted nor put back."""
+        told = f"the run that --force replaces is whole in {self.replaced_run} ({reason})"
+        print(f"{told}; `mv` it to a name of its own, and `meshrl resume` goes on", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def claim_run_directory(config: JobConfig, force: bool) -> Iterator[RunClaim]:
+    """The directory of a new run, which stays if it is kept within the context.
+
+    Refused when it cannot be written, and when `force` would delete what is no run, or one that
+    goes on.
+    """
+    if config.out_url and not force:
+        there = RemoteDirectory(config.out_url, "out", "the URL")
+        with contextlib.suppress(NotFound):
+            there.read_file("job.json")
+            raise Refused(
+                f"a run lies at {there.public_url} already",
+                fix=f"`meshrl resume {there.public_url}` continues it, --force starts over; or set "
+                "another `out`",
+            )
+    with contextlib.ExitStack() as stack:
+        with translate_write_errors(Path(config.out_directory or "runs")):
+            target = directory_paths.choose_run_directory(config, force)
+            occupied = directory_paths.is_occupied(target)
+        aside = None
+        if occupied:
+            stack.enter_context(_lock_replaceable_run(target))
+            aside = target.with_name(f".{target.name}.replaced-{uuid.uuid4().hex[:8]}")
+            with translate_write_errors(target):
+                target.rename(aside)
+        claim = RunClaim(target, [], aside)
+        try:
+            _create(claim, config)
+            yield claim
+        finally:
+            if not claim.is_committed:
+                claim.roll_back()
+            elif claim.replaced_run is not None:
+                claim.report_replaced_run(f"the one in {target} did not come up")
+
+
+@contextlib.contextmanager
+def translate_write_errors(directory: Path) -> Iterator[None]:
+    """What the system says when something cannot be written there, as one line."""
+    try:
+        yield
+    except OSError as error:
+        path = error.filename or directory
+        kind = StorageFull if error.errno in DISK_FULL_ERRNOS else Refused
+        fix = "Free some space" if kind is StorageFull else "Set another `out`"
+        raise kind(
+            f"the run directory {directory} cannot be written: {path}: {error.strerror}", fix=fix
+        ) from error
+
+
+def _create(claim: RunClaim, config: JobConfig) -> None:
+    """Makes the claim's directory, or the next one when somebody else was faster."""
+    while True:
+        missing = [p for p in (claim.directory, *claim.directory.parents) if not p.exists()]
+        try:
+            with translate_write_errors(claim.directory):
+                for path in reversed(missing):
+                    path.mkdir()
+                    claim.created_directories.insert(0, path)
+                claim.create_marker()
+            return
+        except Refused as error:
+            numbered = not config.out_directory and claim.replaced_run is None
+            if not (numbered and isinstance(error.__cause__, FileExistsError)):
+                raise
+        claim.roll_back()
+        claim.directory, claim.created_directories = (
+            directory_paths.choose_run_directory(config, False),
+            [],
+        )
+
+
+@contextlib.contextmanager
+def _lock_replaceable_run(directory: Path) -> Iterator[None]:
+    """Refused unless a run of ours lies there that nobody works on; nobody begins to meanwhile."""
+    if directory.is_symlink():
+        raise Refused(
+            f"{directory} is a symbolic link to {directory.readlink()}: --force does not follow it",
+            fix="Name the directory itself in `out`, or remove the link",
+        )
+    for name, protected in (("working", Path.cwd()), ("home", Path.home())):
+        if protected.resolve().is_relative_to(directory.resolve()):
+            raise Refused(
+                f"{directory} is or holds the {name} directory, which --force does not delete",
+                fix="Set another `out`",
+            )
+    job, mesh = _read_run(directory)
+    if mesh is not None:
+        _require_finished(MeshPaths(mesh), directory, job)
+        yield
+        return
+    with lock_mesh(MeshPaths(directory), directory):
+        yield
+
+
+def _read_run(directory: Path) -> tuple[str, Path | None]:
+    """(the run's job, the mesh that it was submitted to); Refused when there is no run."""
+    try:
+        held = job_file.read_job_file(directory / job_file.JOB_FILE_NAME)
+    except (OSError, CorruptData) as error:
+        raise Refused(
+            f"{directory} is no run: --force deletes nothing that has no job.json of a run",
+            fix="Set another `out`, or delete it yourself",
+        ) from error
+    return held["job"], Path(held["mesh"]) if "mesh" in held else None
+
+
+@contextlib.contextmanager
+def lock_mesh(mesh_paths: MeshPaths, run_dir: Path) -> Iterator[None]:
+    """Holds the lock of a mesh, if there is one; Refused while the mesh runs."""
+    with contextlib.ExitStack() as stack:
+        if mesh_paths.lock.is_file():
+            lock = stack.enter_context(mesh_paths.lock.open("r"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                pid = find_root_pid(mesh_paths)
+                raise Refused(
+                    f"the run in {run_dir} goes on" + (f", in process {pid}" if pid else ""),
+                    fix=f"`meshrl watch {run_dir}` shows it; `meshrl down --mesh "
+                    f"{mesh_paths.root}` "
+                    "stops it",
+                ) from error
+        yield
+
+
+def is_mesh_running(mesh_paths: MeshPaths) -> bool:
+    """Whether a launcher holds the mesh's lock."""
+    try:
+        with lock_mesh(mesh_paths, mesh_paths.root):
+            return False
+    except Refused:
+        return True
+
+
+def _require_finished(mesh_paths: MeshPaths, directory: Path, job: str) -> None:
+    """Refused unless the mesh that a job was submitted to has done with it."""
+    if not mesh_paths.settings.is_file():
+        return  # there is no such mesh any more
+    fix = f"`meshrl cancel {directory}` ends it; or set another `out`"
+    summary = directory / "summary.json"
+    written = read_json_or_empty(summary).get("phase")
+    if not is_mesh_running(mesh_paths):
+        if written not in TERMINAL_PHASES:
+            raise Refused(
+                f"the run in {directory} has not ended: it waits for its mesh in {mesh_paths.root}",
+                fix=f"`meshrl resume {directory}` goes on; or set another `out`",
+            )
+        return
+    try:
+        row = query_mesh(mesh_paths, lambda state: jobs.read_job(state, job), ANSWER_TIMEOUT_S)
+    except NotFound:
+        return
+    except StateUnavailable as error:
+        raise Refused(
+            f"whether the run in {directory} goes on cannot be seen: {error.message}",
+            fix=f"`meshrl down --mesh {mesh_paths.root}` stops its mesh; or set another `out`",
+        ) from error
+    if row.run_dir != str(directory):
+        return
+    if not row.is_terminal:
+        raise Refused(f"the run in {directory} goes on, on the mesh in {mesh_paths.root}", fix=fix)
+    if written != row.phase:  # the summary is the last file of a run: its recorder still writes
+        raise Refused(
+            f"the run in {directory} is over and is being written down",
+            fix=f"`meshrl wait {directory}` returns when it is; or set another `out`",
+        )

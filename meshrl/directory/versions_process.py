@@ -1,0 +1,121 @@
+"""Asks for the versions of a run, or pins, compares and exports some, by a process of its own: it
+reads what the store has, whether or not a mesh runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from meshrl.common.base.errors import MeshError, from_wire
+from meshrl.common.base.files.remote_directory import redact_url
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.directory import job_file
+
+POLL_S = 0.01
+
+
+def build_command(arguments: Sequence[str | Path]) -> list[str]:
+    """What does so: `words` are the command and its arguments."""
+    return [sys.executable, "-m", "meshrl.services.weights.versions", *map(str, arguments)]
+
+
+def build_arguments(
+    action: str, run: str | Path, version: str = "", note: str = ""
+) -> list[str | Path]:
+    """Those of `list`, `pin` and `unpin`; what a person has typed is taken for no option."""
+    noted = [f"--note={note}"] if note else []
+    return [action, *noted, "--", run, *([version] if action != "list" else [])]
+
+
+def run_versions_command(*arguments: str | Path) -> dict[str, Any]:
+    """The answer to a command; its own error."""
+    with TemporaryDirectory(prefix="meshrl-versions-") as scratch:
+        said = Path(scratch) / "said"
+        tied = threading.current_thread() is threading.main_thread()  # no other thread can tie it
+        child = SystemHost().spawn(
+            build_command(arguments),
+            name="versions",
+            log=said,
+            options=SpawnOptions(die_with_parent=tied),
+        )
+        try:
+            while child.poll() is None:
+                time.sleep(POLL_S)
+        finally:
+            child.kill()
+        text = said.read_text(errors="replace")
+    said_last = "\n".join(line for line in text.splitlines() if line.startswith("{"))
+    return parse_answer(said_last, text)  # whatever else it wrote stands in the same file
+
+
+async def copy_versions(run: Path, stop: asyncio.Event) -> str:
+    """Copies what a run that is over keeps for good to its `weights.copies`; why some of it is not
+    there, empty if all is. `stop` ends it.
+    """
+    place = (
+        job_file.read_job_file(run / job_file.JOB_FILE_NAME)["document"]
+        .get("weights", {})
+        .get("copies", "")
+    )
+    if not place:
+        return ""
+    shown = redact_url(place)
+    print(f"copying versions to {shown}", flush=True)
+    copying = asyncio.create_task(run_command(build_command(["copy", f"--to={place}", "--", run])))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([copying, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not copying.done():
+            return f"not all versions are at {shown}: it was stopped"
+        _, said, complained = copying.result()
+        found = parse_answer(said, complained)
+        if failed := found["failed"]:
+            why = from_wire(failed[0]["error"]["code"], failed[0]["error"]["text"])
+            more = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+            return f"not all versions are at {shown}: {failed[0]['manifest'][:8]}{more}: {why}"
+    except MeshError as error:
+        return f"not all versions are at {shown}: {error}"
+    finally:
+        copying.cancel()
+        stopping.cancel()
+        await asyncio.gather(copying, stopping, return_exceptions=True)
+    return ""
+
+
+async def run_command(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """The exit status of a process, and what it said and complained of."""
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=PIPE, stderr=PIPE)
+    try:
+        said, complained = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    code = process.returncode or 0
+    return code, said.decode(errors="replace"), complained.decode(errors="replace")
+
+
+def parse_answer(stdout: str, stderr: str) -> dict[str, Any]:
+    """What the process said last, or the error that it told of."""
+    lines = stdout.strip().splitlines()
+    try:
+        found: dict[str, Any] = json.loads(lines[-1])
+    except (IndexError, ValueError):
+        why = stderr.strip().splitlines() or ["it said nothing"]
+        raise MeshError(
+            f"the versions could not be looked at: {why[-1]:.300}",
+            fix="It is a fault of MeshRL's; please report it with that line",
+        ) from None
+    if error := found.get("error"):
+        raise from_wire(error["code"], error["text"])
+    return found

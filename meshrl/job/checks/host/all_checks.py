@@ -1,0 +1,138 @@
+"""Runs every check before a mesh starts and a run directory is made: what is wrong is said at once,
+all of it.
+
+A check is a function of the job file that raises a MeshError, with the place and what to do. Those
+that wait for another process or a server run beside the others, each with a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.base.files.remote_directory import RemoteDirectory, redact_url
+from meshrl.common.model.files import weight_files
+from meshrl.job.checks.host import module_imports, programs, tokens
+from meshrl.job.checks.host.error_texts import raise_combined
+from meshrl.job.checks.host.rows import (
+    gold_answers,
+    gradable_tests,
+    prompt_lengths,
+    tokenized_texts,
+)
+from meshrl.job.checks.host.tokens import load_model_shape
+from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
+from meshrl.job.model_files import count_parameters
+
+GIB = 1 << 30
+MAX_READ_BYTES = 1 << 28  # weights up to this size are read; larger ones are looked at when loaded
+
+
+def check_model_files(job: JobFile) -> None:
+    """Each tensor lies there, in its shape and a floating-point type; no file is cut short, and no
+    weight of a small model is NaN or infinite.
+    """
+    for file in job.models:
+        path = Path(file.path)
+        with job.locate_errors(file.key, MESSAGE_WITH_LOCATION):
+            weight_files.check_weights(path, load_model_shape(job, file.path))
+            if (
+                sum(f.stat().st_size for f in weight_files.list_weight_files(path))
+                <= MAX_READ_BYTES
+            ):
+                weight_files.check_finite(path)
+
+
+def check_weights_quota(job: JobFile) -> None:
+    """The versions that the run has at a time have room in `weights.quota_gb`: those of the kept
+    checkpoints, the current one, and the next.
+    """
+    config, allowed = job.config, job.config.weights.quota_gb
+    if not allowed or config.lora.rank or not config.budget.steps:
+        return
+    steps, every = config.budget.steps, config.training.checkpoint_every
+    kept = min(config.training.keep_checkpoints, 1 + -(-steps // every))
+    versions = min(steps, kept + 2 if every > 1 else kept + 1)
+    width = 2 if config.rollout.dtype == "bfloat16" else 4
+    needed = versions * count_parameters(config) * width / GIB
+    if needed > allowed:
+        raise job.make_error(
+            "weights.quota_gb",
+            f"weights.quota_gb = {allowed:g} GiB are too few for {versions} versions of "
+            f"{count_parameters(config) * width / GIB:.3g} GiB, which the run has at a time: "
+            "its kept "
+            "checkpoints, the current one and the next",
+            f"Take {needed:.3g} or more, or lower training.keep_checkpoints",
+        )
+
+
+def check_urls_writable(job: JobFile) -> None:
+    """ConfigError with what the place's server said when a file cannot be written and removed
+    there.
+    """
+    for key, place in (("out", job.config.out_url), ("weights.copies", job.config.weights.copies)):
+        if place:
+            _check_url_writable(job, key, place)
+
+
+def _check_url_writable(job: JobFile, key: str, url: str) -> None:
+    if "::" in url or redact_url(url) != url.rstrip("/"):
+        raise ConfigError(  # which shows the URL to nobody
+            "a URL with a user, a password or a query in it, or a chain of URLs (::), which may "
+            "hide one, would stand in the run's files",
+            where=key,
+            fix="Give credentials in the environment, as the storage's client reads them",
+        )
+    try:
+        there = RemoteDirectory(url, key, "the place")
+        probe = f".probe-{uuid.uuid4().hex}"
+        there.write_file(probe, b"may this host write here?")
+        there.remove(probe)
+    except MeshError as error:
+        raise job.make_error(key, error.message, error.fix) from error
+
+
+JOB_CHECKS: tuple[Check, ...] = (
+    tokens.check_positions,
+    tokens.check_vocabulary,
+    tokens.check_stop,
+    check_model_files,
+    check_weights_quota,
+    prompt_lengths.check_prompt_lengths,
+    tokenized_texts.check_texts,
+    gradable_tests.check_tests,
+    gold_answers.check_golds,
+    check_urls_writable,
+    programs.check_packages,
+    programs.check_sglang,
+    programs.check_verifiers,
+    programs.check_sandbox_python,
+    programs.check_mcp_servers,
+)
+
+
+def check_host(job: JobFile, mesh_checks: tuple[Check, ...] = ()) -> None:
+    """Returns if the job can start, as far as this host can tell before it does; else the error of
+    the only check that failed, or a ConfigError with the texts of all that did. `beside`: checks of
+    the mesh that is to be started; a job that is submitted finds one.
+    """
+    others = JOB_CHECKS + mesh_checks
+    with ThreadPoolExecutor(len(others)) as pool:
+        begun = [pool.submit(collect_errors, (check,), job) for check in others]
+        # In this thread, which Ctrl-C interrupts: the author's code may take its time.
+        own = collect_errors((module_imports.check_imports,), job)
+        raise_combined([*chain.from_iterable(future.result() for future in begun), *own])
+
+
+def collect_errors(checks: tuple[Check, ...], job: JobFile) -> list[MeshError]:
+    """The errors of those checks that fail."""
+    found = []
+    for check in checks:
+        try:
+            check(job)
+        except MeshError as error:
+            found.append(error)
+    return found

@@ -1,0 +1,106 @@
+"""Checks that the accelerators which a mesh is to have are there, and that torch can use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.gpus.devices import Device
+from meshrl.common.hardware.gpus.selection import DRIVER_TIMEOUT_S, check_device_count
+from meshrl.common.hardware.gpus.visibility import CUDA_ENV
+from meshrl.job.job_file import JobFile
+
+IMPORT_TIMEOUT_S = 60.0  # for torch
+LIST_COMMAND = [sys.executable, "-m", "meshrl.common.hardware.gpus"]
+CUDA_PROBE = "import torch; torch.cuda.init(); print(torch.cuda.get_device_name(0))"
+_FIX = 'Set mesh.device = "cpu", or repair what is missing'
+
+
+def check_devices(job: JobFile) -> None:
+    """The mesh of the job has its GPUs, one for each worker."""
+    mesh = job.config.mesh
+    try:
+        find_usable_devices(mesh.device, mesh.workers)
+    except ConfigError as error:
+        key = "mesh.workers" if error.where == "mesh.workers" else "mesh.device"
+        raise job.make_error(key, f"{key}: {error.message}", error.fix) from error
+
+
+def find_usable_devices(device: str, workers: int = 0) -> list[Device]:
+    """The GPUs that workers would compute on, none for `device` cpu. ConfigError with what was
+    looked for (driver, environment, torch's build) when there are none, fewer than `workers`, or
+    torch cannot use them.
+    """
+    if device != "cuda":
+        return []
+    try:
+        devices = list_devices()
+    except ConfigError as error:
+        value = os.environ.get(CUDA_ENV)
+        visible = f"{CUDA_ENV} is not set" if value is None else f"{CUDA_ENV}={value!r}"
+        said = f"{error.message}; {visible}; torch {describe_torch_build()}"
+        raise ConfigError(said, where=error.where, fix=_FIX) from error
+    check_device_count(devices, workers)
+    if not is_torch_built_for_cuda():
+        raise ConfigError(
+            f"the torch of {sys.prefix} is built without CUDA, and this host has "
+            + ", ".join(one.label for one in devices),
+            fix="Install a torch with CUDA: see https://pytorch.org/get-started",
+        )
+    _run_command(
+        [sys.executable, "-c", CUDA_PROBE], IMPORT_TIMEOUT_S, "torch", {CUDA_ENV: devices[0].uuid}
+    )
+    return devices
+
+
+def list_devices() -> list[Device]:
+    """The devices of this host that are ours; ConfigError with why there are none. It asks another
+    process, which may hang with the driver.
+    """
+    found = json.loads(_run_command(LIST_COMMAND, DRIVER_TIMEOUT_S, "the driver")[0])["devices"]
+    return [Device(**one | {"instance": tuple(one["instance"])}) for one in found]
+
+
+def is_torch_built_for_cuda() -> bool:
+    """Whether the installed torch is; it is not imported, which takes seconds."""
+    return describe_torch_build().startswith("is built for CUDA")
+
+
+def describe_torch_build() -> str:
+    """What the installed torch is built for, as the end of a sentence."""
+    spec = importlib.util.find_spec("torch")
+    version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
+    if version is None or not version.is_file():
+        return "is not installed"
+    cuda = runpy.run_path(str(version)).get("cuda")
+    return f"is built for CUDA {cuda}" if cuda else "is built without CUDA"
+
+
+def _run_command(
+    command: list[str], deadline_s: float, program: str, environment: Mapping[str, str] = {}
+) -> list[str]:
+    """The lines that a program printed; ConfigError with its last words if it failed."""
+    try:
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
+            env={**os.environ, **environment},
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"{program} does not answer: {error}", where="mesh.device", fix=_FIX
+        ) from error
+    if ran.returncode:
+        words = (ran.stderr.strip() or ran.stdout.strip()).splitlines()
+        raise ConfigError(words[-1] if words else f"{program} fails: {ran.returncode}", fix=_FIX)
+    return ran.stdout.strip().splitlines()

@@ -1,0 +1,24 @@
+"""Several errors, or several parts of one, as one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from meshrl.common.base.errors import ConfigError, MeshError
+
+
+def raise_combined(errors: Iterable[MeshError]) -> None:
+    """Raises what was found, several as one, each on a line of its own; nothing: returns."""
+    found = list({str(error): error for error in errors}.values())
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        raise ConfigError("\nerror: ".join(map(str, found)))
+
+
+def join_first(
+    found: Sequence[str], limit: int, more_format: str = "; and {} more", separator: str = "; "
+) -> str:
+    """Return the first texts, and how many more there are."""
+    left = len(found) - limit
+    return separator.join(found[:limit]) + (more_format.format(left) if left > 0 else "")

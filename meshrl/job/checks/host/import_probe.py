@@ -1,0 +1,179 @@
+"""A program that imports a job's modules and tries what they offer; it may be killed.
+
+Standard input: one JSON object, as `module_imports.py` writes it. Each line that it writes to the
+descriptor named by its argument is another: {"trying": what}, {"opened": {...}}, {"wrong": {...}}.
+What the author's code prints goes where the process was told to. Only the standard library.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+SendMessage = Callable[..., None]
+# what a reference is -> its arguments when it is called, its definition, its name
+CALL_SIGNATURES = {
+    "environment": ((), "def {name}():", "an environment's factory"),
+    "reward": ((None, None), "def {name}(row, turns):", "a reward"),
+    "tool": ((None,), "def {name}(input):", "a tool"),
+    "demonstrations": (
+        (None, 0.0),
+        "def {name}(random, progress):",
+        "the source of demonstrations",
+    ),
+}
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=False)  # says where it hangs
+    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8", buffering=1)
+
+    def say(**line: Any) -> None:
+        out.write(json.dumps(line) + "\n")
+
+    asked = json.load(sys.stdin)
+    sys.path.insert(0, asked["modules"])
+    for reference in asked["references"]:
+        say(trying=f"{reference['key']}: importing {reference['use']}")
+        try:
+            found = import_reference(reference["use"])
+            check_callable(found, reference["use"], reference["kind"])
+            if reference["kind"] == "environment":
+                try_environment(found, reference["use"], asked, say)
+        except BaseException as error:  # SystemExit at import is the author's mistake, too
+            say(wrong={"key": reference["key"], **describe_error(error, asked["modules"])})
+    say(done=True)
+    out.close()
+    os._exit(0)  # threads of the author's modules have no say
+
+
+class UnusableReference(Exception):
+    """What a reference names cannot be what the job file says it is; `fix` says what could."""
+
+    def __init__(
+        self, message: str, fix: str = "", location: str = "", missing_file: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.fix, self.location, self.missing_file = fix, location, missing_file
+
+
+def import_reference(use: str) -> Any:
+    module, _, name = use.partition(":")
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        has = ", ".join(sorted(n for n in vars(found) if not n.startswith("_"))) or "nothing"
+        raise UnusableReference(f"{module} has no {name!r}; it has {has}")
+    return getattr(found, name)
+
+
+def check_callable(found: Any, use: str, kind: str) -> None:
+    """Unfit unless it can be called as a `kind` is."""
+    name = use.partition(":")[2]
+    arguments, definition, what = CALL_SIGNATURES[kind]
+    fix = f"Define it as `{definition.format(name=name)}`"
+    if not callable(found):
+        raise UnusableReference(f"{use} is a {type(found).__name__}, not a function", fix)
+    if inspect.iscoroutinefunction(found):
+        raise UnusableReference(
+            f"{use} is async, and is called as a plain function", fix, get_location(found)
+        )
+    try:
+        inspect.signature(found).bind(*arguments)
+    except TypeError as error:
+        raise UnusableReference(
+            f"{use} cannot be called as {what} is: {error}", fix, get_location(found)
+        ) from None
+    except ValueError:
+        return  # what is not written in Python tells no signature
+
+
+def get_location(found: Any) -> str:
+    code = getattr(inspect.unwrap(found), "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code else ""
+
+
+def try_environment(factory: Any, use: str, request: dict[str, Any], send: SendMessage) -> None:
+    """Opens the first row of each dataset, as the mesh will open all of them, and as many of the
+    others as there is time for.
+    """
+    until = float("inf")
+    for row in request["rows"]:
+        if row.get("more"):
+            until = min(until, time.monotonic() + request["more_s"])
+            if time.monotonic() > until:
+                return
+        send(trying=f"environment.use: open() of {row['location']}")
+        environment = factory()
+        absent = [m for m in ("open", "step") if not callable(getattr(environment, m, None))]
+        if absent:
+            raise UnusableReference(
+                f"{use} returned a {type(environment).__name__} without {absent[0]}()",
+                "A factory returns an object with open(row), step(text), result(value), close()",
+                get_location(factory),
+            )
+        try:
+            prompt = environment.open(row["value"])
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}, of {row['location']}"
+            missing = error.filename if isinstance(error, FileNotFoundError) else None
+            where = find_error_location(error, request["modules"])
+            raise UnusableReference(
+                wrong, location=where, missing_file=str(missing or "")
+            ) from None
+        wanted = (str, list, dict) if request["chat"] else (str,)
+        if not isinstance(prompt, wanted):
+            raise UnusableReference(
+                f"open() returned {type(prompt).__name__}, not the prompt as str, of "
+                f"{row['location']}",
+                "Messages take environment.chat"
+                if isinstance(prompt, list | dict)
+                else "Return text",
+                get_location(getattr(environment.open, "__func__", environment.open)),
+            )
+        try:
+            json.dumps(prompt)
+        except (TypeError, ValueError) as error:
+            wrong = f"open() returned what is no plain data: {error}, of {row['location']}"
+            raise UnusableReference(wrong) from None
+        send(opened={"location": row["location"], "key": row["key"], "prompt": prompt})
+        if callable(close := getattr(environment, "close", None)):
+            close()
+
+
+def describe_error(error: BaseException, modules: str) -> dict[str, str]:
+    """What an exception says, where, and what to do."""
+    if isinstance(error, UnusableReference):
+        said = str(error)[:2000]
+        return {
+            "message": said,
+            "location": error.location,
+            "fix": error.fix,
+            "missing_file": error.missing_file,
+        }
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    missing = error.filename if isinstance(error, FileNotFoundError) else None
+    where, absent = find_error_location(error, modules), str(missing or "")
+    return {"message": said[:2000], "location": where, "fix": "", "missing_file": absent}
+
+
+def find_error_location(error: BaseException, modules: str) -> str:
+    """The last line of the job's own modules that an exception went through, or else its last."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in every if f.filename != __file__ and "importlib" not in f.filename]
+    own = [f for f in frames if f.filename.startswith(modules + os.sep)]
+    return next((f"{f.filename}, line {f.lineno}" for f in reversed(own or frames)), "")
+
+
+if __name__ == "__main__":
+    main()

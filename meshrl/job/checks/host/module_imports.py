@@ -1,0 +1,292 @@
+"""Imports the job's modules as the mesh will, in a process of their own with a deadline, and opens
+an environment on a sample of the rows.
+
+They are copied first, as into a bundle: what lies beside the job file and is not bundled is not
+there on the mesh either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.mesh.process.entry import child
+from meshrl.common.model.chat.messages import parse_conversation
+from meshrl.job import bundle
+from meshrl.job.checks.host import import_probe, tokens
+from meshrl.job.checks.host.error_texts import raise_combined
+from meshrl.job.checks.host.rows import prompt_lengths, tokenized_texts
+from meshrl.job.dataset_rows import TimedRows
+from meshrl.job.job_file import JobFile
+from meshrl.job.references import find_references
+from meshrl.job.tasksets import run_guarded
+
+IMPORT_TIMEOUT_S = 30.0  # as long as a sandbox lets a worker import
+SAMPLE_ROWS = 64  # rows of a dataset that an environment opens beside its first one
+SAMPLE_TIME_S = 0.4  # for reading them, and for opening them
+PROGRESS_NOTICE_S = 5.0  # after which somebody who waits is told what for
+DUMP_TIMEOUT_S = 2.0  # for a killed import to say where it was: milliseconds, on a quiet machine
+OUTPUT_TAIL_LINES = 3
+GUARD_MODULE = child.__name__
+DEFAULT_FIX = "Mend it; --dry-run tries it again"
+FRAME_PATTERN = re.compile(r'File "([^"]+)", line (\d+) in')
+REFERENCE_KINDS = {  # by key, or the table of tools; what is neither is a reward
+    "environment.use": "environment",
+    "environment": "tool",
+    "warm_start.demonstrations": "demonstrations",
+}
+
+
+def check_imports(
+    job: JobFile,
+    import_timeout_s: float = IMPORT_TIMEOUT_S,
+    notice_after_s: float = PROGRESS_NOTICE_S,
+) -> None:
+    """Every function that the job names is there and takes what it will be given."""
+    references = [
+        {"key": key, "use": use, "kind": REFERENCE_KINDS.get(key.partition(".tools.")[0], "reward")}
+        for key, use in find_references(job.config)
+    ]
+    if not references:
+        return
+    with tempfile.TemporaryDirectory(prefix="meshrl-trial-") as scratch:
+        modules = Path(scratch).resolve() / "modules"
+        bundle.copy_modules(job.config, job.base, modules)
+        raise_combined(_find_shadowing_modules(job, modules))
+        asked = {
+            "modules": str(modules),
+            "references": references,
+            "rows": _sample_rows(job) if job.config.environment.use else [],
+            "chat": bool(job.config.environment.chat),
+            "more_s": SAMPLE_TIME_S,
+        }
+        _ImportProbe(job, modules, import_timeout_s, notice_after_s).run(asked)
+
+
+def _find_shadowing_modules(job: JobFile, modules: Path) -> Iterator[MeshError]:
+    """Modules that would be taken for others, or others for them."""
+    for path in sorted(modules.iterdir()):
+        package = path.is_dir() and (path / "__init__.py").is_file()
+        if path.suffix != ".py" and not package:
+            continue
+        theirs = "MeshRL" if path.stem == "meshrl" else "the standard library"
+        if path.stem in {"meshrl", *sys.stdlib_module_names} - {"test"}:
+            yield job.make_error(
+                "",
+                f"{job.base / path.name} has the name of a module of {theirs}",
+                "Give it another name, here and where it is imported",
+            )
+
+
+def _sample_rows(job: JobFile) -> list[dict[str, Any]]:
+    """The first row of each dataset, and then more of them, as far as there is time."""
+    read: dict[str, list[dict[str, Any]]] = {key: [] for key, _ in job.datasets}
+    for key, row in TimedRows(job.datasets, SAMPLE_TIME_S):
+        read[key].append({"key": key, "location": row.location, "value": row.value})
+    first = [found[0] for found in read.values() if found]
+    more = [random.Random(0).sample(f[1:], min(SAMPLE_ROWS, len(f[1:]))) for f in read.values()]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*more))
+    return first + [row | {"more": True} for row in turns if row is not None]
+
+
+class _ImportProbe:
+    def __init__(
+        self, job: JobFile, modules: Path, import_timeout_s: float, notice_after_s: float
+    ) -> None:
+        self.job, self.modules = job, modules
+        self.import_timeout_s, self.notice_after_s = import_timeout_s, notice_after_s
+        self.current_action, self.current_key = "", ""
+        self.text_problems = tokenized_texts.TextProblems(job)
+
+    def run(self, request: dict[str, Any]) -> None:
+        read, write = os.pipe()
+        log, input = self.modules.with_name("said"), self.modules.with_name("asked")
+        input.write_text(json.dumps(request))
+        argv, python = (
+            [f"module:{import_probe.__name__}", str(write)],
+            (sys.executable, "-m", GUARD_MODULE),
+        )
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        own = {"pass_fds": [write], "start_new_session": True, "env": env}
+        try:
+            with (
+                input.open("rb") as asking,
+                run_guarded(argv, log, python=python, stdin=asking, **own) as process,
+            ):
+                os.close(write)
+                raise_combined(self._collect_errors(process, read, log))
+        finally:
+            os.close(read)
+
+    def _collect_errors(
+        self, process: subprocess.Popen[bytes], read: int, log: Path
+    ) -> Iterator[MeshError]:
+        seen: set[str] = set()  # two functions of a module that does not import say the same
+        long: list[MeshError] = []  # of the first dataset that has such prompts
+        for line in self._read_messages(process, read, log):
+            if "trying" in line:
+                self.current_action = line["trying"]
+                self.current_key = self.current_action.partition(":")[0]
+            elif "opened" in line:
+                if not long:
+                    yield from (long := list(self._check_prompt(**line["opened"])))
+            elif "wrong" in line:
+                same = f"{line['wrong']['message']} {line['wrong']['location']}"
+                if same not in seen:
+                    yield self._make_import_error(**line["wrong"])
+                seen.add(same)
+            else:
+                yield from self.text_problems.make_errors()
+                self.text_problems.print_notices()
+                return
+        code = _wait_exit_status(process.pid)
+        yield (
+            self._make_timeout_error(process, log)
+            if code is None
+            else self._make_exit_error(code, log)
+        )
+
+    def _read_messages(
+        self, process: subprocess.Popen[bytes], read: int, log: Path
+    ) -> Iterator[dict[str, Any]]:
+        """What the process says, until it ends or says nothing for too long."""
+        held, told = b"", False
+        since = time.monotonic()
+        while True:
+            waited = time.monotonic() - since
+            left = (self._timeout_s if told else min(self.notice_after_s, self._timeout_s)) - waited
+            if select.select([read], [], [], max(0.0, left))[0]:
+                if not (block := os.read(read, 1 << 16)):
+                    return
+                *lines, held = (held + block).split(b"\n")
+                yield from map(json.loads, lines)
+                since, told = time.monotonic(), False
+            elif told or self._timeout_s <= self.notice_after_s:
+                return
+            else:
+                told = True
+                if self.current_action:
+                    where = self._describe_position(process, log)
+                    given_up = f"it is given up after {self._timeout_s:g} s"
+                    print(
+                        f"{self.current_action} takes its time{where}; {given_up}", file=sys.stderr
+                    )
+
+    @property
+    def _timeout_s(self) -> float:
+        opening = "open()" in self.current_action
+        return self.job.config.environment.step_deadline_s if opening else self.import_timeout_s
+
+    def _make_import_error(
+        self, key: str, message: str, location: str, fix: str, missing_file: str = ""
+    ) -> ConfigError:
+        message = " / ".join(line.strip() for line in message.splitlines() if line.strip())
+        where = f" ({self._map_to_sources(location)})" if location else ""
+        missing = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message)
+        if missing and not fix:
+            fix = f"Install {missing[1]} where meshrl is installed, or put it beside the job file"
+        if missing_file and self._is_beside_job_file(missing_file):
+            fix = (
+                "Only modules are bundled and taken to the mesh: give the file's absolute path, or "
+                "put what it says into a module or the rows"
+            )
+        return self.job.make_error(
+            key, f"{key}: {self._map_to_sources(message)}{where}", fix or DEFAULT_FIX
+        )
+
+    def _check_prompt(self, key: str, location: str, prompt: Any) -> Iterator[MeshError]:
+        """A prompt that open() returned: it can be written, and leaves room."""
+        said = prompt.get("messages") if isinstance(prompt, dict) else prompt
+        try:
+            if self.job.config.environment.chat:
+                parse_conversation(said)
+        except ValueError as error:
+            wrong = f"open() returned no prompt that a chat takes: {error}, of {location}"
+            yield self.job.make_error("environment.use", f"environment.use: {wrong}", DEFAULT_FIX)
+            return
+        prompt = said
+        try:
+            tokenizer = tokens.load_job_tokenizer(self.job)
+            counted = prompt_lengths.count_tokens(
+                self.job, key, location, prompt_lengths.extract_text(prompt), tokenizer
+            )
+            self.text_problems.add_row(key, location, [prompt_lengths.extract_text(prompt)])
+            if counted + 1 > self.job.config.rollout.max_tokens:
+                prompt_lengths.raise_too_long(
+                    self.job, key, [(location, counted)], "the prompt has"
+                )
+        except ConfigError as error:
+            yield error
+
+    def _make_timeout_error(self, process: subprocess.Popen[bytes], log: Path) -> ConfigError:
+        where = self._describe_position(process, log)
+        return self.job.make_error(
+            self.current_key,
+            f"{self.current_action} did not end within {self._timeout_s:g} s{where}",
+            "Make it faster, or raise environment.step_deadline_s"
+            if "open()" in self.current_action
+            else "Let it work when it is called, not at import",
+        )
+
+    def _describe_position(self, process: subprocess.Popen[bytes], log: Path) -> str:
+        """Where the process is now, for the end of a message; empty: it does not say."""
+        if not self.current_action:  # it has not begun
+            return ""
+        before = log.stat().st_size
+        process.send_signal(signal.SIGUSR1)
+        until = time.monotonic() + DUMP_TIMEOUT_S
+        while log.stat().st_size == before and time.monotonic() < until:
+            time.sleep(0.02)
+        with log.open("rb") as file:
+            file.seek(before)
+            frames = FRAME_PATTERN.findall(file.read().decode(errors="replace"))
+        own = [frame for frame in frames if Path(frame[0]).is_relative_to(self.modules)]
+        place, line = (own or frames or [("", "")])[0]
+        return f": it is at {self._map_to_sources(place)}, line {line}" if place else ""
+
+    def _make_exit_error(self, code: int, log: Path) -> ConfigError:
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+        last = " / ".join(log.read_text(errors="replace").strip().splitlines()[-OUTPUT_TAIL_LINES:])
+        return self.job.make_error(
+            self.current_key,
+            f"{self.current_action} ended the process {how}"
+            + (f": {self._map_to_sources(last)}" if last else ""),
+            DEFAULT_FIX,
+        )
+
+    def _is_beside_job_file(self, missing_file: str) -> bool:
+        """Whether a file that was not found lies beside the job file."""
+        path = Path(missing_file)
+        if path.is_absolute() and not path.is_relative_to(self.modules):
+            return False
+        path = path.relative_to(self.modules) if path.is_absolute() else path
+        return (self.job.base / path).exists()
+
+    def _map_to_sources(self, text: str) -> str:
+        """With the author's own files in place of their copies."""
+        return text.replace(str(self.modules), str(self.job.base))
+
+
+def _wait_exit_status(pid: int) -> int | None:
+    """How a child ended that has closed its pipe, as in `Popen.returncode`; it stays unreaped."""
+    until = time.monotonic() + DUMP_TIMEOUT_S
+    while True:
+        how = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if how is not None:
+            return how.si_status if how.si_code == os.CLD_EXITED else -how.si_status
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.01)

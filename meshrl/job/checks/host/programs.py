@@ -1,0 +1,195 @@
+"""Checks that the programs which a job names are there and run: interpreters, MCP servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.sglang_model import to_sglang_config
+from meshrl.common.job.isolation import isolation_probe
+from meshrl.common.mesh.process.engine_environments import locate_environment, locate_python
+from meshrl.job.checks.host.tokens import load_model_shape, load_model_without_absent_ids
+from meshrl.job.job_file import JobFile
+
+PROBE_TIMEOUT_S = 20.0  # for an interpreter that looks for a package, on a slow disk
+IMPORT_TIMEOUT_S = 60.0  # for the imports of a jail's interpreter
+FIND_PACKAGE = "import importlib.util, sys; sys.exit(3 * (importlib.util.find_spec({!r}) is None))"
+ABSENT_STATUS = 3
+# SGLang's adapters look for pinned memory, which a torch without an accelerator has not.
+PINNED_MEMORY_PROBE = (
+    "import importlib.util, torch; importlib.util.find_spec('sglang.srt.lora'); "
+    "torch.empty(1, pin_memory=True)"
+)
+
+
+def check_sglang(job: JobFile) -> None:
+    """The interpreter of the engine has it, and it computes such a model."""
+    rollout = job.config.rollout
+    if rollout.engine != "sglang":
+        return
+    try:
+        to_sglang_config(load_model_without_absent_ids(job), rollout.max_tokens)
+    except ConfigError as error:
+        raise job.make_error(
+            error.where, f"rollout.engine = 'sglang': {error.message}", error.fix
+        ) from error
+    key = "rollout.sglang_python" if rollout.sglang_python else "rollout.engine"
+    python = Path(rollout.sglang_python or locate_python(locate_environment("sglang"))).expanduser()
+    fix = "`meshrl engine install sglang` installs it"
+    if rollout.sglang_python:
+        fix = f"{fix}; without rollout.sglang_python a job finds that one by itself"
+    if problem := explain_missing_package(python, "sglang"):
+        raise job.make_error(key, f"rollout.engine = 'sglang': {problem}", fix)
+    _check_read_back(job)
+    _check_kv_tiers(job)
+    _check_adapters(job, python, key)
+
+
+def _check_read_back(job: JobFile) -> None:
+    """SGLang tells what can be compared with a version."""
+    if not job.config.rollout.read_back:
+        return
+    why = ""
+    if job.config.mesh.device != "cpu":
+        why = "SGLang digests what lies on a GPU by a function of its own"
+    elif load_model_shape(job, job.config.model.path).sparse_layers:
+        why = "SGLang lays experts out for its kernels"
+    if why:
+        wrong = f"rollout.read_back: {why}, which is not compared with a version"
+        fix = "Leave it out, or set rollout.engine to the built-in one"
+        raise job.make_error("rollout.read_back", wrong, fix)
+
+
+def _check_kv_tiers(job: JobFile) -> None:
+    """SGLang's hierarchical cache is one of GPUs."""
+    rollout = job.config.rollout
+    if job.config.mesh.device == "cpu" and (rollout.kv_memory_gib or rollout.kv.disk):
+        wrong = "rollout.kv: SGLang keeps keys and values outside of its cache on GPUs alone"
+        fix = "Set memory and disk to 0, or rollout.engine to the built-in one"
+        raise job.make_error("rollout.kv", wrong, fix)
+
+
+def _check_adapters(job: JobFile, python: Path, key: str) -> None:
+    """SGLang starts with adapters beside the model. `key`: where its interpreter is named."""
+    config = job.config
+    if not config.lora.rank or config.lora.engines != "beside" or config.mesh.device != "cpu":
+        return
+    status, said = _run_python(python, PINNED_MEMORY_PROBE, IMPORT_TIMEOUT_S)
+    if status is None:
+        fix = "See what keeps it, as a slow disk does, and submit again"
+        raise job.make_error(key, f"rollout.engine = 'sglang': {said}", fix)
+    if status:
+        raise job.make_error(
+            "lora.engines",
+            "lora.engines = 'beside': SGLang computes adapters beside a model with pinned memory, "
+            f"which {python} has none of: {said}",
+            "Set lora.engines to 'merged' or 'auto', which merges for SGLang, or mesh.device to "
+            "'cuda'",
+        )
+
+
+def check_verifiers(job: JobFile) -> None:
+    environment = job.config.environment
+    if environment.verifiers and (
+        problem := explain_missing_package(Path(environment.python), "verifiers")
+    ):
+        wrong = f"environment.python: {problem}"
+        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        raise job.make_error("environment.python", wrong, fix)
+
+
+def check_sandbox_python(job: JobFile) -> None:
+    """The interpreter of the model's code runs, and has what the job imports there."""
+    config = job.config.sandbox
+    if config.root or config.runner or not config.python:
+        return  # of an image or a container: it is run where it is contained
+    names = config.imports
+    status, said = _run_python(
+        Path(config.python), f"import {', '.join(['sys', *names])}", IMPORT_TIMEOUT_S
+    )
+    if status is None:
+        raise job.make_error(
+            "sandbox.python", f"sandbox.python: {said}", "Name a Python interpreter"
+        )
+    if status:
+        absent = "No module named" in said
+        key = "sandbox.imports" if absent else "sandbox.python"
+        fix = "Install it there" if absent else "Name a Python interpreter"
+        raise job.make_error(
+            key, f"{key}: {config.python} does not import what it is to: {said}", fix
+        )
+
+
+def check_mcp_servers(job: JobFile) -> None:
+    """The commands of MCP servers are there, and the package that speaks to them."""
+    environment = job.config.environment
+    for name, command in environment.mcp.items():
+        key, program = f"environment.mcp.{name}", command[0]
+        # They start in the directory of the modules, to which files beside the job file are copied.
+        beside = job.base / program
+        found = program == "python" or shutil.which(program) or os.access(beside, os.X_OK)
+        if not found:
+            raise job.make_error(
+                key, f"{key}: there is no program {program!r}", "Install it, or give its whole path"
+            )
+        script = next((word for word in command[1:] if word.endswith(".py")), "")
+        if script and not (job.base / script).is_file():
+            wrong = f"{key}: there is no file {job.base / script}"
+            raise job.make_error(key, wrong, "Name one beside the job file, or by its whole path")
+
+
+def check_packages(job: JobFile) -> None:
+    """What is installed only on demand, for what the job names, is there."""
+    environment, uses = job.config.environment, [p.use for p in job.config.reward.reward_parts]
+    wanted = {"math_verify": ("math" in uses, "reward.use", "the reward 'math' needs", "math")}
+    wanted["mcp"] = (bool(environment.mcp), "environment.mcp", "MCP servers need", "mcp")
+    for package, (used, key, what, extra) in wanted.items():
+        if used and importlib.util.find_spec(package) is None:
+            wrong = f"{key}: {what} the package {package}, which is not installed"
+            raise job.make_error(key, wrong, f"pip install 'meshrl[{extra}]'")
+
+
+def check_isolation(job: JobFile) -> None:
+    """This host contains code that the model wrote as well as the job demands."""
+    isolation_probe.require_isolation(job.config)
+
+
+def explain_missing_package(python: Path, package: str) -> str:
+    """What is wrong with an interpreter that is to have a package; empty: nothing."""
+    status, said = _run_python(python, FIND_PACKAGE.format(package), PROBE_TIMEOUT_S)
+    if status == ABSENT_STATUS:
+        return f"{python} has no package {package}"
+    return f"{python} does not work: {said}" if status else said
+
+
+def can_import(python: Path, package: str, directory: str) -> bool:
+    """Whether an interpreter imports a package of a directory that it does not search."""
+    code = f"import sys; sys.path.append({directory!r}); import {package}"
+    return _run_python(python, code, PROBE_TIMEOUT_S)[0] == 0
+
+
+def _run_python(python: Path, code: str, timeout_s: float) -> tuple[int | None, str]:
+    """The exit status, and the last words if it is not 0; or None, and why it could not be run."""
+    if not python.is_file():
+        return None, f"there is no interpreter at {python}"
+    if not os.access(python, os.X_OK):
+        return None, f"{python} is not executable"
+    try:
+        ran = subprocess.run(
+            [str(python), "-I", "-c", code],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        return None, f"{python} cannot be run: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        return None, f"{python} did not end `{code}` within {timeout_s:g} s"
+    last = (ran.stderr.strip().splitlines() or [f"status {ran.returncode}"])[-1]
+    return ran.returncode, last if ran.returncode else ""

@@ -1,0 +1,138 @@
+"""Checks that the rows' tests can be graded by, and tells how many rows each runner takes.
+
+What is wrong is told of all rows at once, before any program is scored.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.grading import pytest_support, styles
+from meshrl.common.grading.cases import InvalidTests
+from meshrl.common.grading.isolated_support import UnsupportedTests, find_unsupported
+from meshrl.common.job import builtin
+from meshrl.job.checks.host.error_texts import join_first
+from meshrl.job.checks.host.programs import can_import, explain_missing_package
+from meshrl.job.dataset_rows import TimedRows
+from meshrl.job.job_file import JobFile
+
+TIME_LIMIT_S = 4.0  # for the rows of all datasets: some thousands in Python, of cases many more
+SHOWN_ROWS = 5  # rows that an error names
+PYTEST_INSTALL = "pip install 'meshrl[pytest]'"
+
+
+def check_tests(job: JobFile, time_limit_s: float = TIME_LIMIT_S) -> None:
+    """The tests of `code_tests` in all datasets, as many rows as the time allows."""
+    for part in job.config.reward.reward_parts:
+        if part.use == "code_tests":
+            runners = _TestRunnerChooser(
+                job, str(part.options.get("runner", builtin.TEST_RUNNERS[0]))
+            )
+            _check_column(job, str(part.options.get("tests", "tests")), runners, time_limit_s)
+
+
+def _check_column(
+    job: JobFile, column: str, runners: _TestRunnerChooser, time_limit_s: float
+) -> None:
+    kinds: Counter[str] = Counter()
+    wrong: list[str] = []  # rows whose tests cannot be graded by
+    first = ""  # key of the dataset that has the first of them
+    rows = TimedRows(job.scored_datasets, time_limit_s)
+    for key, row in rows:
+        try:
+            kinds[runners.choose_runner(styles.get_tests(row.value, column))] += 1
+            continue
+        except (InvalidTests, UnsupportedTests) as error:
+            said = str(error)
+        except Exception as error:  # of reading what somebody wrote: one row stops no other
+            said = f"tests that cannot be read: {type(error).__name__}: {error}"
+        first = first or key
+        wrong.append(f"{row.location}: {said}")
+    count = sum(kinds.values()) + len(wrong)
+    order = (styles.STDIN, styles.CALLS, "isolated", "pytest")
+    each = [f"{kind} {kinds[kind]}" for kind in order if kinds[kind]]
+    each += [f"not gradable {len(wrong)}"] if wrong else []
+    which = f"the first {count} rows" if rows.is_partial else f"{count} rows"
+    rest = "; those behind them are looked at when they are graded" if rows.is_partial else ""
+    print(f"tests: {which}: {', '.join(each)}{rest}", file=sys.stderr)
+    if wrong:
+        rows_have = "a row has" if len(wrong) == 1 else f"{len(wrong)} rows have"
+        places = join_first(wrong, SHOWN_ROWS, "; and {} more rows")
+        raise job.make_error(
+            first,
+            f"{first}: {rows_have} tests that cannot be graded by: {places}",
+            "Mend these rows or leave them out; what is missing in jails can be in sandbox.python",
+        )
+
+
+class _TestRunnerChooser:
+    """Which runner takes tests in Python, and what neither of them can run."""
+
+    def __init__(self, job: JobFile, runner: str) -> None:
+        sandbox = job.config.sandbox
+        self._runner, self._python, self._has_image = runner, sandbox.python, bool(sandbox.root)
+        self._runner_by_tests: dict[str, str] = {}  # tests in Python -> their runner
+        self._has_package_cache: dict[str, bool] = {}  # packages, and whether jails have them
+
+    def choose_runner(self, tests: Any) -> str:
+        """What grades them, or the runner of tests in Python; BadTests, Unsupported."""
+        kind, found = styles.classify_tests(tests)
+        if not isinstance(found, str):
+            return kind
+        if found not in self._runner_by_tests:
+            self._runner_by_tests[found] = self._choose_python_runner(found)
+        return self._runner_by_tests[found]
+
+    def _choose_python_runner(self, tests: str) -> str:
+        """isolated or pytest; Unsupported if no runner that the job allows can run the tests."""
+        isolated = ""
+        if self._runner != "pytest":
+            lacks = find_unsupported(tests)
+            if not lacks:
+                return "isolated"
+            isolated = f"the runner isolated cannot run: {', '.join(lacks)}"
+            if self._runner == "isolated":
+                raise UnsupportedTests(isolated)
+        if why := self._explain_pytest_unsupported(tests):
+            raise UnsupportedTests("; ".join(filter(None, (isolated, why))))
+        return "pytest"
+
+    def _explain_pytest_unsupported(self, tests: str) -> str:
+        if not self._has_pytest:
+            return f"there is no pytest for the runner pytest ({PYTEST_INSTALL})"
+        absent = [
+            name
+            for name in pytest_support.list_imported_packages(tests)
+            if not self._has_package(name)
+        ]
+        if absent:
+            return f"jails have no {', '.join(absent)}"
+        plugins = self._python or self._has_image  # there may be some
+        lacks = () if plugins else pytest_support.find_missing_plugins(tests)
+        return f"pytest alone has no {', '.join(lacks)}" if lacks else ""
+
+    @functools.cached_property
+    def _has_pytest(self) -> bool:
+        """Whether jails have pytest: their interpreter's, or ours if it runs there."""
+        ours = importlib.util.find_spec("pytest")
+        if self._has_package("pytest") or not self._python or ours is None or ours.origin is None:
+            return self._has_package("pytest") or ours is not None
+        return can_import(Path(self._python), "pytest", str(Path(ours.origin).parents[1]))
+
+    def _has_package(self, package: str) -> bool:
+        """Whether the interpreter of the model's code has a package, asked once for each. An image
+        may have it: its interpreter is run where it is contained.
+        """
+        if self._has_image:
+            return True
+        if package not in self._has_package_cache:
+            own = bool(self._python) and package.isidentifier()
+            self._has_package_cache[package] = own and not explain_missing_package(
+                Path(self._python), package
+            )
+        return self._has_package_cache[package]

@@ -1,0 +1,92 @@
+"""Checks that prompts leave room for a turn, and can be written in the model's tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.job import dataset_rows
+from meshrl.job.checks.host.error_texts import join_first
+from meshrl.job.checks.host.tokens import load_job_tokenizer
+from meshrl.job.job_file import JobFile
+
+TIME_LIMIT_S = (
+    1.5  # for all rows together: the longest ones come first, and the rest as far as it lasts
+)
+SHOWN_ROWS = 3  # rows that an error names
+
+
+def check_prompt_lengths(job: JobFile) -> None:
+    """The rows' own prompts, of jobs whose environment is not the author's, and answers of sft.
+
+    Of a chat only the messages' texts are counted: what the format adds comes on top.
+    """
+    config = job.config
+    if not job.uses_row_prompts:
+        return
+    tokenizer, room = load_job_tokenizer(job), config.rollout.max_tokens
+    until = time.monotonic() + TIME_LIMIT_S
+    read: dict[str, list[tuple[str, list[str]]]] = {key: [] for key, _ in job.datasets}
+    for key, row in dataset_rows.TimedRows(job.datasets, TIME_LIMIT_S / 2):
+        read[key].append((row.location, extract_texts(job, key, row)))
+    for key, found in read.items():
+        found.sort(key=lambda entry: -sum(map(len, entry[1])))
+        long: list[tuple[str, int]] = []
+        for place, texts in found:
+            if time.monotonic() > until:
+                break
+            counts = [
+                count_tokens(job, key, place, text, tokenizer, is_start=i == 0)
+                for i, text in enumerate(texts)
+            ]
+            if not counts[0]:
+                raise job.make_error(key, f"{place}: the prompt is empty", "Leave the row out")
+            count = sum(counts)
+            if count + (not job.is_supervised(key)) > room:
+                long.append((place, count))
+        what = "prompt and answer have" if job.is_supervised(key) else "the prompt has"
+        raise_too_long(job, key, long, what)
+
+
+def raise_too_long(job: JobFile, key: str, long: list[tuple[str, int]], subject: str) -> None:
+    """Raises when there are prompts, (place, tokens), that are too long."""
+    if not long:
+        return
+    places = [f"{place} ({count} tokens)" for place, count in long]
+    raise job.make_error(
+        key,
+        f"{key}: {subject} no room in rollout.max_tokens = {job.config.rollout.max_tokens}: "
+        + join_first(places, SHOWN_ROWS, " and {} more rows", ", "),
+        "Raise rollout.max_tokens, which counts prompt and answer together, or leave these rows "
+        "out",
+    )
+
+
+def count_tokens(
+    job: JobFile, key: str, location: str, text: str, tokenizer: Tokenizer, is_start: bool = True
+) -> int:
+    """The tokens of a text, which a trajectory begins with or not; ConfigError with its place when
+    the vocabulary cannot express it.
+    """
+    try:
+        return len(tokenizer.encode_start(text) if is_start else tokenizer.encode(text))
+    except ConfigError as error:
+        raise job.make_error(key, f"{location}: {error.message}", error.fix) from error
+
+
+def extract_texts(job: JobFile, key: str, row: dataset_rows.DatasetRow) -> list[str]:
+    """The prompt, and perhaps the answer, of a row of the dataset `key`."""
+    dataset = job.config.dataset
+    keys = [dataset.prompt, dataset.response] if job.is_supervised(key) else [dataset.prompt]
+    return [extract_text(row.value.get(key)) for key in keys]
+
+
+def extract_text(value: Any) -> str:
+    """The text of a prompt, of messages all that they say."""
+    if isinstance(value, list):
+        return "".join(extract_text(message) for message in value)
+    if isinstance(value, dict):  # a message, or a part of one
+        return extract_text(value.get("content", value.get("text")))
+    return value if isinstance(value, str) else ""

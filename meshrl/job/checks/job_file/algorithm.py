@@ -1,0 +1,72 @@
+"""Checks the algorithm's keys of a job file."""
+
+from __future__ import annotations
+
+from meshrl.common.job.correction_bounds import get_weight_bounds
+from meshrl.job.job_file import JobFile
+
+REWARDLESS_ALGORITHMS = ("sft", "distill")  # algorithms that learn from something else
+SAMPLING_FILTER_DEFAULTS = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+}  # with values that filter nothing
+
+
+def check_algorithm(job: JobFile) -> None:
+    """Values that do not go together."""
+    chosen = job.config.algorithm
+    if chosen.updates > chosen.groups_per_step:
+        raise job.make_error(
+            "algorithm.updates", "algorithm.updates exceeds the groups of a step that they share"
+        )
+    if chosen.overlong_buffer > job.config.rollout.max_tokens:
+        raise job.make_error(
+            "algorithm.overlong_buffer", "algorithm.overlong_buffer exceeds max_tokens"
+        )
+    if chosen.name in REWARDLESS_ALGORITHMS and chosen.kl_coefficient and chosen.kl_in == "reward":
+        raise job.make_error(
+            "algorithm.kl_in", f"{chosen.name} has no reward to take a divergence off", "Use 'loss'"
+        )
+    _check_correction(job)
+    if not job.config.is_supervised:
+        _check_sampling_filters(job)
+
+
+def _check_correction(job: JobFile) -> None:
+    chosen = job.config.algorithm
+    if job.config.is_supervised and chosen.correction != "none":
+        wrong = f"no policy sampled the answers of {chosen.name}: there is nothing to correct for"
+        raise job.make_error("algorithm.correction", wrong, "Set algorithm.correction to 'none'")
+    low, high = get_weight_bounds(chosen)
+    if high < low:
+        given = "low" if chosen.correction_high < 0 else "high"
+        wrong = f"the largest weight of a correction, {high:g}, is below the lowest, {low:g}"
+        fix = "Raise algorithm.correction_high, or lower algorithm.correction_low"
+        raise job.make_error(f"algorithm.correction_{given}", wrong, fix)
+
+
+def _check_sampling_filters(job: JobFile) -> None:
+    """Engines tell the probabilities of what filters keep, which add up to 1; the trainer's policy
+    has all tokens, so that their ratio on the policy itself is the share that was kept.
+    """
+    rollout, chosen = job.config.rollout, job.config.algorithm
+    used = [
+        f"rollout.{name}"
+        for name, all in SAMPLING_FILTER_DEFAULTS.items()
+        if getattr(rollout, name) != all
+    ]
+    if not used:
+        return
+    if chosen.correction == "none":
+        raise job.make_error(
+            used[0],
+            f"with {used[0]} ratios to what was sampled would begin at the share that it keeps, "
+            "not at 1, and be clipped for it",
+            "Set algorithm.correction, as to 'tis', or sample without filters",
+        )
+    if chosen.kl_coefficient and chosen.kl_in == "reward":
+        wrong = f"with {used[0]} a divergence in the reward would also count what it leaves out"
+        raise job.make_error(
+            used[0], wrong, "Set algorithm.kl_in to 'loss', or sample without filters"
+        )

@@ -1,0 +1,257 @@
+"""Runs the checks of what a job file says; the first mistake is told.
+
+A check is a function of the job file that raises a ConfigError with the line and what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from meshrl.common.job.config import INITIAL
+from meshrl.common.job.emulation import parse_engine_speed, parse_training_emulation
+from meshrl.common.state.pool.demand.requirements import derive_requirements
+from meshrl.common.state.pool.scheduling.feasibility import count_time_sliced_floor
+from meshrl.job.checks.job_file import (
+    algorithm,
+    experts,
+    files,
+    judge_and_evaluation,
+    optional_keys,
+    sandbox,
+)
+from meshrl.job.job_file import MESSAGE_WITH_LOCATION, Check, JobFile
+from meshrl.job.model_files import load_shape, load_shape_from, load_tokenizer
+
+TENSOR_PARALLEL_KEY = "rollout.tensor_parallel"
+SGLANG_TENSOR_PARALLEL_FLAGS = (
+    "--tp",
+    "--tp-size",
+    "--tensor-parallel-size",
+)  # its flags that say the same
+
+
+def check_buckets(job: JobFile) -> None:
+    """Check that buckets rise, and that engines have slots for their batches."""
+    rollout = job.config.rollout
+    lengths = [bucket.max_tokens for bucket in rollout.buckets]
+    if lengths != sorted(set(lengths)):
+        raise job.make_error("rollout.buckets", "rollout.buckets must rise in max_tokens")
+    for i, bucket in enumerate(rollout.buckets):
+        if bucket.batch > rollout.slots:
+            key = f"rollout.buckets[{i}].batch"
+            wrong = f"{key} = {bucket.batch} must lie in 1 to rollout.slots = {rollout.slots}"
+            raise job.make_error(key, wrong)
+
+
+def check_emulated_accelerators(job: JobFile) -> None:
+    """Check that accelerators which the job is paced by are known."""
+    config = job.config
+    for key, pace, read in (
+        ("rollout.pace", config.rollout.pace, parse_engine_speed),
+        ("training.pace", config.training.pace, parse_training_emulation),
+    ):
+        if pace:
+            with job.locate_errors(key, "{error.message}"):
+                read(pace)
+
+
+def check_workers(job: JobFile) -> None:
+    """Check that the mesh has the workers that the job's roles take, and groups enough members."""
+    config = job.config
+    if config.min_group > config.algorithm.group_size:
+        raise job.make_error("algorithm.min_group", "algorithm.min_group exceeds the group size")
+    scoring = int(bool(config.models.models_by_role))
+    training = config.planner.training + config.training.ranks - 1
+    rollout = config.planner.min_rollout * min(config.rollout.tensor_parallel)
+    if training + rollout + scoring > config.mesh.workers:
+        raise job.make_error(
+            "mesh.workers",
+            f"mesh.workers = {config.mesh.workers} are too few for {training} "
+            f"that train and {rollout} that roll out"
+            + (", and one for the job's frozen models" if scoring else ""),
+        )
+
+
+def check_pool(job: JobFile) -> None:
+    """Check that the bounds of the job's workers leave room for its roles."""
+    least, most = job.config.pool.workers.least, job.config.pool.workers.most
+    floor = count_time_sliced_floor(derive_requirements(job.config.to_document()))
+    if most and most < least:
+        raise job.make_error(
+            "pool.workers.most",
+            f"pool.workers.most = {most} is below pool.workers.least = {least}",
+        )
+    if most and most < floor:
+        raise job.make_error(
+            "pool.workers.most",
+            f"pool.workers.most = {most}, and the job takes {floor}: one for each rank of its "
+            "core, one for frozen models, and those of an engine that takes no turns (sglang, "
+            "or rollout.tensor_parallel above 1)",
+            "Give it more, or 0 for as many as there are",
+        )
+
+
+def check_tensor_parallel(job: JobFile) -> None:
+    """Degrees are powers of two that something here computes with, or imitates."""
+    rollout = job.config.rollout
+    given = rollout.tensor_parallel
+    if not given:
+        raise job.make_error(
+            TENSOR_PARALLEL_KEY,
+            f"{TENSOR_PARALLEL_KEY} is empty",
+            "Set [1], or the degrees that engines may have",
+        )
+    if odd := [degree for degree in given if degree & (degree - 1)]:
+        raise job.make_error(
+            TENSOR_PARALLEL_KEY, f"{TENSOR_PARALLEL_KEY} has {odd[0]}, which is no power of two"
+        )
+    if max(given) == 1:
+        return
+    if rollout.engine != "sglang" and not rollout.pace:
+        wrong = (
+            f"{TENSOR_PARALLEL_KEY} has {max(given)}, and the built-in engine computes on one "
+            "worker"
+        )
+        fix = 'Set rollout.engine = "sglang", or rollout.pace to imitate an accelerator'
+        raise job.make_error(TENSOR_PARALLEL_KEY, wrong, fix)
+    if flag := next(
+        (o for o in rollout.sglang_options if o.partition("=")[0] in SGLANG_TENSOR_PARALLEL_FLAGS),
+        "",
+    ):
+        wrong = f"rollout.sglang_options has {flag}, which {TENSOR_PARALLEL_KEY} says already"
+        raise job.make_error("rollout.sglang_options", wrong, "Leave it out")
+
+
+def check_heads_divisible(job: JobFile) -> None:
+    """Each worker of an engine has as many heads as the others. A paced engine stands for another
+    model than the one that it computes.
+    """
+    if job.config.rollout.pace or max(job.config.rollout.tensor_parallel) == 1:
+        return
+    model = load_shape(job.config)
+    for degree in job.config.rollout.tensor_parallel:
+        shared = model.kv_heads % degree and degree % model.kv_heads
+        if model.heads % degree or shared:
+            raise job.make_error(
+                TENSOR_PARALLEL_KEY,
+                f"{TENSOR_PARALLEL_KEY} has {degree}, and the model's {model.heads} heads with "
+                f"{model.kv_heads} of "
+                "keys and values cannot be divided among so many workers",
+                "Leave that degree out",
+            )
+
+
+def check_frozen_models(job: JobFile) -> None:
+    """Check the frozen models, and that those are there which the algorithm compares with."""
+    config, declared = job.config, job.config.models.models_by_role
+    if config.algorithm.kl_coefficient and "reference" not in declared:
+        wrong = "algorithm.kl_coefficient compares with models.reference, which the job has not"
+        fix = f"Set models.reference.path, to {INITIAL!r} or a directory"
+        raise job.make_error("algorithm.kl_coefficient", wrong, fix)
+    if config.algorithm.name == "distill" and "teacher" not in declared:
+        raise job.make_error(
+            "algorithm.name", "distill learns from models.teacher, which the job has not"
+        )
+    for role, table in job.raw_document.get("models", {}).items():
+        if "path" not in table:
+            raise job.make_error(
+                f"models.{role}",
+                f"models.{role} has no path",
+                "Name a Hugging Face directory"
+                + (f", or {INITIAL!r}" if role == "reference" else ""),
+            )
+    if {"reference", "teacher"} & set(declared) and config.rollout.temperature != 1:
+        raise job.make_error(
+            "rollout.temperature",
+            "reference and teacher are compared with what the model samples at temperature 1, not "
+            f"{config.rollout.temperature:g}",
+        )
+    for role, model in declared.items():
+        if model.path != INITIAL:
+            _check_frozen_model(job, role, Path(model.path))
+        elif role != "reference":
+            key = f"models.{role}.path"
+            raise job.make_error(key, f"{key} = {INITIAL!r} is for the reference alone")
+
+
+def _check_frozen_model(job: JobFile, role: str, directory: Path) -> None:
+    """Check a frozen model's files, and that one which is compared with has the job's tokenizer."""
+    key, tokenizer = f"models.{role}.path", job.config.model.tokenizer_file
+    own = (directory / "tokenizer.json").is_file()
+    if not (directory / "config.json").is_file():
+        raise job.make_error(key, f"{directory} holds no config.json")
+    if role == "reward" and not own:
+        raise job.make_error(key, f"{directory} holds no tokenizer.json")
+    if role != "reward" and own and tokenizer.is_file():
+        ours = load_tokenizer(job, tokenizer, "model.tokenizer").vocabulary
+        if not ours.items() <= load_tokenizer(job, directory, key).vocabulary.items():
+            raise job.make_error(key, f"{directory} has another tokenizer than the model")
+
+
+def check_model_shapes(job: JobFile) -> None:
+    """Check that every model is described as one that the decoder implements."""
+    described = {} if job.config.model.path else {"model.config": ""}
+    for key, path in (described | {file.key: file.path for file in job.models}).items():
+        with job.locate_errors(key, MESSAGE_WITH_LOCATION):
+            load_shape_from(path, job.config.model.config)
+
+
+VALUE_CHECKS: tuple[Check, ...] = (
+    check_buckets,
+    check_emulated_accelerators,
+    check_tensor_parallel,
+    check_workers,
+    check_pool,
+    judge_and_evaluation.check_evaluation,
+    algorithm.check_algorithm,
+    sandbox.check_sandbox,  # options of rewards, before the rows that they name
+)
+FILE_CHECKS: tuple[Check, ...] = (  # which a run has copies of: they do not change
+    check_frozen_models,
+    judge_and_evaluation.check_judge,
+    files.check_model,
+    files.check_datasets,
+    files.check_taskset,
+    files.check_rewards,
+    files.check_references,
+)
+SHAPE_CHECKS: tuple[Check, ...] = (  # of models that are there
+    check_model_shapes,
+    check_heads_divisible,
+    experts.check_experts,
+    optional_keys.check_optional_keys,
+)
+
+
+def complete_group_size(job: JobFile) -> JobFile:
+    """Return a job of given answers with groups of one trajectory; another one as it is."""
+    config = job.config
+    if not config.is_supervised:
+        if (
+            config.algorithm.group_size < 2
+            and config.algorithm.name not in algorithm.REWARDLESS_ALGORITHMS
+        ):
+            raise job.make_error(
+                "algorithm.group_size",
+                "algorithm.group_size must be at least 2: an advantage compares",
+            )
+        return job
+    if job.raw_document.get("algorithm", {}).get("group_size", 1) != 1:
+        raise job.make_error("algorithm.group_size", "algorithm.group_size: of sft it is 1")
+    if config.environment.verifiers:
+        raise job.make_error(
+            "environment.verifiers", "sft learns rows, which tasks of verifiers are not"
+        )
+    return job.with_config(replace(config, algorithm=replace(config.algorithm, group_size=1)))
+
+
+def check_job_file(job: JobFile) -> None:
+    for one in VALUE_CHECKS + FILE_CHECKS + SHAPE_CHECKS:
+        one(job)
+
+
+def check_changed_document(job: JobFile) -> None:
+    """Check what may change of a run whose files stay."""
+    for one in VALUE_CHECKS + SHAPE_CHECKS:
+        one(job)

@@ -1,0 +1,122 @@
+"""Checks and resolves what begins and ends a turn of a job: its chat format and its end tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from meshrl.common.job.config import JobConfig
+from meshrl.common.model.chat.chat_format import (
+    TEMPLATE_FORMAT,
+    ChatFormat,
+    ChatFormatError,
+    detect_format,
+)
+from meshrl.common.model.chat.messages import parse_conversation
+from meshrl.common.model.chat.template_files import read_eos_tokens
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.job import dataset_rows
+from meshrl.job.job_file import MESSAGE_WITH_FIX, MESSAGE_WITH_LOCATION, JobFile, get_value
+
+CHAT_OPTION_DEFAULTS = {
+    "chat_options": {},
+    "chat_history": "keep",
+    "chat_date": "",
+}  # and without one
+# with values that every format takes, and what one of `renderers` does instead
+TEMPLATE_OPTION_DEFAULTS = {
+    "chat_history": ("keep", "always keeps earlier turns as they were sampled"),
+    "chat_date": ("", "takes no date"),
+    "tool_call_parser": ("auto", "reads tool calls in its own way"),
+}
+
+
+def resolve_chat(job: JobFile) -> JobConfig:
+    """The job with its chat format by name, and with all tokens that end a turn."""
+    model = job.config.model
+    with job.locate_errors("model", MESSAGE_WITH_LOCATION):
+        own = read_eos_tokens(
+            Path(model.path) if model.path else None, model.config, model.tokenizer_file
+        )
+    job = job.with_config(_add_stop_tokens(job.config, own))
+    if job.config.environment.chat:
+        return _resolve_chat_format(job)
+    for name, none in CHAT_OPTION_DEFAULTS.items():
+        if getattr(job.config.environment, name) != none:
+            raise job.make_error(f"environment.{name}", f"{name} without environment.chat")
+    return job.config
+
+
+def _add_stop_tokens(config: JobConfig, tokens: list[str]) -> JobConfig:
+    stop = list(dict.fromkeys([*config.rollout.stop, *tokens]))
+    return replace(config, rollout=replace(config.rollout, stop=stop))
+
+
+def _resolve_chat_format(job: JobFile) -> JobConfig:
+    """With the format's stop tokens."""
+    config, environment = job.config, job.config.environment
+    tokenizer = config.model.tokenizer_file
+    day = _parse_date(job)
+    with job.locate_errors("environment.chat", MESSAGE_WITH_FIX):
+        name = environment.chat
+        if name == "auto":
+            name = detect_format(Path(config.model.path), tokenizer)
+        chat = ChatFormat.load(
+            name,
+            environment.chat_options,
+            Tokenizer.load(tokenizer),
+            history=environment.chat_history,
+            tool_call_parser=environment.tool_call_parser,
+            stop_tokens=config.rollout.stop,
+            date=day,
+            special_tokens=environment.special_tokens,
+        )
+    # One day for the whole run, so that trajectories can be rebuilt on another.
+    day = environment.chat_date or (date.today().isoformat() if chat.depends_on_date else "")
+    config = replace(config, environment=replace(environment, chat=name, chat_date=day))
+    if name == TEMPLATE_FORMAT:
+        _check_template(job, chat)
+    else:
+        _check_renderer_options(job.with_config(config))
+    return _add_stop_tokens(config, chat.stop_tokens)
+
+
+def _parse_date(job: JobFile) -> str:
+    day = job.config.environment.chat_date
+    try:
+        return day and date.fromisoformat(day).isoformat()
+    except ValueError:
+        message = f"environment.chat_date = {day!r} is no day"
+        raise job.make_error("environment.chat_date", message, "Write it as 2026-11-22") from None
+
+
+def _check_renderer_options(job: JobFile) -> None:
+    """The formats of `renderers` keep what was sampled and read their own calls."""
+    chat = job.config.environment.chat
+    for name, (none, instead) in TEMPLATE_OPTION_DEFAULTS.items():
+        if getattr(job.config.environment, name) != none:
+            wrong = f"chat format {chat!r} {instead}"
+            fix = f"Leave it out, or set environment.chat = {TEMPLATE_FORMAT!r}"
+            raise job.make_error(f"environment.{name}", wrong, fix)
+
+
+def _check_template(job: JobFile, chat: ChatFormat) -> None:
+    """The template takes the job's tools, and the first prompt of each of its files."""
+    config = job.config
+    if config.environment.tools and (problem := chat.tools_unsupported_reason):
+        raise job.make_error(
+            "environment.tools",
+            f"environment.tools: {problem}",
+            "Leave tools out, take a model whose template has them, or name "
+            "environment.tool_call_parser, or a format in environment.chat that knows how to call",
+        )
+    if not job.uses_row_prompts:
+        return
+    for key in ("dataset.train", "dataset.held_out"):
+        if name := get_value(config, key):
+            row = next(iter(dataset_rows.read_rows(Path(name))))
+            try:
+                chat.start_conversation(parse_conversation(row.value[config.dataset.prompt]))
+            except ChatFormatError as error:
+                raise job.make_error(key, f"{row.location}: {error.message}", error.fix) from error

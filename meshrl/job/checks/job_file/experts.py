@@ -1,0 +1,140 @@
+"""Checks how a job file has the experts of a mixture divided among ranks."""
+
+from __future__ import annotations
+
+from meshrl.common.job.emulation import parse_emulation_scale
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.job.job_file import JobFile
+from meshrl.job.model_files import load_shape
+
+EXPERT_PARALLEL_KEY, ZEBRA_TABLE, TRAINING_EMULATE_KEY = (
+    "training.expert_parallel",
+    "training.zebra",
+    "training.pace",
+)
+
+
+def check_experts(job: JobFile) -> None:
+    """Ranks and experts can be divided as it says, and there are such."""
+    training = job.config.training
+    zebra = training.zebra
+    keys = {
+        f"{ZEBRA_TABLE}.attention": zebra.attention > 0,
+        f"{ZEBRA_TABLE}.auto": zebra.auto,
+        EXPERT_PARALLEL_KEY: training.expert_parallel > 1,
+        TRAINING_EMULATE_KEY: parse_emulation_scale(training.pace) is not None,
+    }
+    key = next((key for key, given in keys.items() if given), None)
+    if key is None:
+        return
+    model = load_shape(job.config)
+    if not model.experts:
+        raise job.make_error(
+            key, f"{key} is set, and the model is no mixture of experts", "Leave it out"
+        )
+    if zebra.attention:
+        _check_zebra(job, model)
+    else:
+        _check_expert_parallel(job, model)
+    if zebra.auto:
+        _check_zebra_auto(job)
+    if keys[TRAINING_EMULATE_KEY] and training.ranks == 1:
+        wrong = (
+            f"{TRAINING_EMULATE_KEY} = {training.pace!r} is of ranks of a mixture, and "
+            "training.ranks is 1"
+        )
+        raise job.make_error(
+            TRAINING_EMULATE_KEY, wrong, "Raise training.ranks, or set it to TOKENS_PER_S/UPDATE_MS"
+        )
+
+
+def _check_expert_parallel(job: JobFile, model: ModelConfig) -> None:
+    parallel, ranks = job.config.training.expert_parallel, job.config.training.ranks
+    for count, what, fix in (
+        (
+            ranks,
+            f"the {ranks} ranks of training.ranks",
+            "Set it to training.ranks, or a part of it",
+        ),
+        (model.experts, f"the model's {model.experts} experts", "Set it to one that does"),
+    ):
+        if count % parallel:
+            raise job.make_error(
+                EXPERT_PARALLEL_KEY,
+                f"{EXPERT_PARALLEL_KEY} = {parallel} does not divide {what}",
+                fix,
+            )
+
+
+def _check_zebra_auto(job: JobFile) -> None:
+    key, training = f"{ZEBRA_TABLE}.auto", job.config.training
+    if training.zebra.attention or training.zebra.hosted:
+        given = "attention" if training.zebra.attention else "hosted"
+        wrong = f"{ZEBRA_TABLE}.{given} is set beside {key}, which has the planner find it"
+        raise job.make_error(f"{ZEBRA_TABLE}.{given}", wrong, "Leave one of them out")
+    if training.ranks == 1:
+        wrong = f"{key} divides ranks between two kinds of accelerators, and training.ranks is 1"
+        raise job.make_error("training.ranks", wrong, "Raise it, or leave training.zebra out")
+    _check_zebra_supports_job(job, key)
+
+
+def _check_zebra(job: JobFile, model: ModelConfig) -> None:
+    training, zebra = job.config.training, job.config.training.zebra
+    if training.expert_parallel > 1:
+        raise job.make_error(
+            EXPERT_PARALLEL_KEY,
+            f"{EXPERT_PARALLEL_KEY} is set beside {ZEBRA_TABLE}, which divides experts, too",
+            "Set one",
+        )
+    if zebra.attention >= training.ranks:
+        raise job.make_error(
+            f"{ZEBRA_TABLE}.attention",
+            f"{ZEBRA_TABLE}.attention = {zebra.attention} of {training.ranks} ranks leaves "
+            "none for "
+            "experts",
+            f"Raise training.ranks, or set {EXPERT_PARALLEL_KEY}, which divides experts among "
+            "ranks all alike",
+        )
+    _check_zebra_supports_job(job, f"{ZEBRA_TABLE}.attention")
+    _check_hosted_experts(job, model)
+
+
+def _check_zebra_supports_job(job: JobFile, key: str) -> None:
+    """Such a gang can train what the job does."""
+    if job.config.algorithm.name == "ppo":
+        wrong = f"{ZEBRA_TABLE} trains no critic, and ppo has one"
+        fix = "Choose an algorithm without one, or leave training.zebra out"
+        raise job.make_error("algorithm.name", wrong, fix)
+    if job.config.training.pace and parse_emulation_scale(job.config.training.pace) is None:
+        wrong = f"{TRAINING_EMULATE_KEY} is of one kind of accelerators, and {ZEBRA_TABLE} has two"
+        fix = "Set it to declared/SCALE, by which each rank has the pace of its own accelerator"
+        raise job.make_error(TRAINING_EMULATE_KEY, wrong, fix)
+    if job.config.lora.rank:
+        wrong = f"{ZEBRA_TABLE} trains whole weights, and lora.rank = {job.config.lora.rank}"
+        raise job.make_error(
+            key, wrong, "Leave one of them out: adapters need no ranks for experts"
+        )
+
+
+def _check_hosted_experts(job: JobFile, model: ModelConfig) -> None:
+    zebra, layers = job.config.training.zebra, len(model.sparse_layers)
+    key, hosted = f"{ZEBRA_TABLE}.hosted", zebra.hosted
+    if len(hosted) not in (0, 1, layers):
+        wrong = f"{key} has {len(hosted)} numbers, and the model {layers} mixture layers"
+        raise job.make_error(key, wrong, "Give one for each of them, or one for all")
+    most = max(hosted, default=0) * zebra.attention
+    if most > model.experts:
+        raise job.make_error(
+            key,
+            f"{key}: {zebra.attention} ranks would host {most} experts of a layer, which has "
+            f"{model.experts}",
+            "Lower it",
+        )
+    left, ranks = (
+        model.experts - min(hosted, default=0) * zebra.attention,
+        job.config.training.ranks,
+    )
+    if left < ranks - zebra.attention:
+        wrong = f"{ranks - zebra.attention} ranks would share {left} experts of a layer"
+        fix = "Lower training.ranks, or raise training.zebra.attention"
+        raise job.make_error("training.ranks", wrong, fix)

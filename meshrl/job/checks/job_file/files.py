@@ -1,0 +1,142 @@
+"""Checks the files that a job names: its model, its rows, and the modules of its author."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrl.common.model.chat.messages import parse_message
+from meshrl.common.model.tokens.tokenizer import list_companion_files
+from meshrl.job import dataset_rows, references, row_keys
+from meshrl.job.checks.job_file.algorithm import REWARDLESS_ALGORITHMS
+from meshrl.job.job_file import MESSAGE_WITH_FIX, JobFile, get_value
+
+
+def check_model(job: JobFile) -> None:
+    """Check that the model and its tokenizer are there, or the shape of a new one."""
+    own = job.config.model
+    if own.path and not (Path(own.path) / "config.json").is_file():
+        there = "holds no config.json" if Path(own.path).exists() else "does not exist"
+        raise job.make_error(
+            "model.path",
+            f"model.path: {own.path} {there}",
+            "Name a Hugging Face directory; `hf download OWNER/NAME --local-dir DIRECTORY` "
+            "fetches one from the Hub",
+        )
+    if not own.path and not own.config:
+        raise job.make_error("model", "no model", "Set model.path, or [model.config] for a new one")
+    if not (tokenizer := own.tokenizer_file).is_file():
+        wrong = f"model.tokenizer: there is no tokenizer at {tokenizer}"
+        raise job.make_error("model.tokenizer", wrong, _suggest_tokenizer_fix(tokenizer.parent))
+
+
+def _suggest_tokenizer_fix(directory: Path) -> str:
+    """What to do about a tokenizer.json that is missing."""
+    older = [
+        f.name for f in list_companion_files(directory / "tokenizer.json") if f.suffix == ".model"
+    ]
+    if not older:
+        return "Name a tokenizer.json"
+    return (
+        f"transformers makes one of {older[0]}: "
+        f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+    )
+
+
+def check_datasets(job: JobFile) -> None:
+    """Check that each dataset has rows, with the keys that rewards read or an answer to learn, and
+    that none is trained on and held out.
+    """
+    config = job.config
+    if not (config.dataset.train or config.environment.verifiers):
+        raise job.make_error(
+            "dataset.train", "no dataset", "Set dataset.train to a JSONL or Parquet file"
+        )
+    keys = row_keys.find_required_keys(config, job.base)
+    trained: set[bytes] = set()
+    for key, path in job.datasets:
+        if not dataset_rows.has_dataset(path):
+            raise job.make_error(key, f"{key}: there is no file {path}")
+        own = set()
+        for row in _read_rows(job, key, path):
+            own.add(row.identity)
+            if key == "dataset.held_out" and row.identity in trained:
+                raise job.make_error(key, f"{row.location} is also in dataset.train")
+            if job.is_supervised(key):
+                _check_answer(job, row)
+            elif wrong := row_keys.find_missing_key(row, keys):
+                raise job.make_error(*wrong)
+        if not own:
+            raise job.make_error(key, f"{key}: {path} holds no rows")
+        trained = own
+
+
+def _read_rows(job: JobFile, key: str, path: Path) -> Iterator[dataset_rows.DatasetRow]:
+    config = job.config
+    prompt = config.dataset.prompt if job.uses_row_prompts else ""
+    try:
+        with job.locate_errors(key):
+            yield from dataset_rows.read_rows(path, prompt, chat=bool(config.environment.chat))
+    except OSError as error:
+        wrong = f"{key}: {error.filename or path} cannot be read: {error.strerror}"
+        raise job.make_error(key, wrong, "See that it is a file that you may read") from error
+
+
+def _check_answer(job: JobFile, row: dataset_rows.DatasetRow) -> None:
+    """Check that a row has an answer to learn."""
+    key = job.config.dataset.response
+    answer = row.value.get(key)
+    wrong = fix = ""
+    if isinstance(answer, dict) and not job.config.environment.chat:
+        wrong = f"{key!r} is a message, and the job has no chat format"
+        fix = 'Set environment.chat, such as "auto", or write the answer as a text'
+    elif not isinstance(answer, dict | str) or not answer:
+        wrong = f"the row has no text {key!r} to learn"
+        fix = "Set dataset.response to the row's key that holds the answer"
+    elif isinstance(answer, dict):
+        try:
+            parse_message({"role": "assistant"} | answer, "the answer", ("assistant",))
+        except ValueError as error:
+            wrong = f"{key!r} is no message of the assistant: {error}"
+            fix = "Write it as a text, or as {'role': 'assistant', 'content': text}"
+    if wrong:
+        raise job.make_error("dataset.response", f"{row.location}: {wrong}", fix)
+
+
+def check_taskset(job: JobFile) -> None:
+    """Check the keys of a taskset of `verifiers`, and that none stands without one."""
+    environment = job.config.environment
+    if not environment.verifiers:
+        for key in ("environment.python", "environment.verifiers_options"):
+            if get_value(job.config, key):
+                raise job.make_error(key, f"{key} without environment.verifiers")
+        for key in ("dataset.tasks", "dataset.held_out_tasks"):
+            if get_value(job.config, key):
+                raise job.make_error(key, f"{key} counts tasks of environment.verifiers")
+        return
+    for key in ("environment.use", "environment.tools"):
+        if get_value(job.config, key):
+            raise job.make_error(key, f"{key}: environment.verifiers brings its own")
+    if not environment.chat:
+        raise job.make_error(
+            "environment.verifiers", "environment.verifiers takes environment.chat"
+        )
+    if not os.access(environment.python, os.X_OK) or not Path(environment.python).is_file():
+        wrong = f"there is no interpreter at {environment.python or 'environment.python'}"
+        fix = "Name one of an environment that `pip install verifiers==0.4.0` was run in"
+        raise job.make_error("environment.python", wrong, fix)
+
+
+def check_rewards(job: JobFile) -> None:
+    """Check that the job has a reward, or learns from something else."""
+    config = job.config
+    rewarded = config.reward.reward_parts or config.reward.judge.use or not job.uses_row_prompts
+    if not rewarded and config.algorithm.name not in REWARDLESS_ALGORITHMS:
+        raise job.make_error("reward", "no reward", 'Set reward.use = "module:function"')
+
+
+def check_references(job: JobFile) -> None:
+    for key, reference in references.find_references(job.config):
+        with job.locate_errors(key, MESSAGE_WITH_FIX):
+            references.check_reference(reference, job.base)

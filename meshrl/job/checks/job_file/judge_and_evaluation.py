@@ -1,0 +1,79 @@
+"""Checks of what a job is judged by: a model whose verdict is the reward, and evaluations."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+
+from meshrl.common.base.urls import Url
+from meshrl.common.job.config import JudgeConfig
+from meshrl.common.job.evaluation_plan import HELD_OUT, list_figures
+from meshrl.job.job_file import JobFile
+
+
+def check_judge(job: JobFile) -> None:
+    """Check that the judge can be asked, and that nothing else is the reward then."""
+    judge, model = job.config.reward.judge, job.config.models.reward.path
+    if not judge.use:
+        if model:
+            raise job.make_error(
+                "models.reward", "nobody asks models.reward", 'Set reward.judge.use = "model"'
+            )
+        return
+    use = "reward.judge.use"
+    if job.config.reward.reward_parts:
+        raise job.make_error(use, "reward.use and reward.judge.use exclude each other")
+    if "{answer}" not in judge.template:
+        raise job.make_error("reward.judge.template", "reward.judge.template has no {answer}")
+    if judge.use == "model":
+        if not model:
+            raise job.make_error(use, "there is no [models.reward] to ask")
+        if judge.yes == judge.no:
+            raise job.make_error("reward.judge.yes", "reward.judge.yes and reward.judge.no are one")
+    elif not re.match(r"https?://[^/\s]+", judge.use):
+        shown = Url.parse(judge.use).public_url
+        raise job.make_error(use, f"reward.judge.use = {shown!r} is neither 'model' nor a URL")
+    elif Url.parse(judge.use).public_url.rstrip("/") != judge.use.rstrip("/"):
+        wrong = "a URL with a user, a password or a query in it would stand in the run's files"
+        fix = "Put the key into an environment variable and name that in reward.judge.key"
+        raise job.make_error(use, wrong, fix)
+    elif not judge.model:
+        raise job.make_error(use, "reward.judge.model is missing")
+    if judge.key and judge.key not in os.environ:
+        raise job.make_error("reward.judge.key", f"the environment has no variable {judge.key}")
+
+
+def load_judge_template(job: JobFile) -> JudgeConfig:
+    """Return the judge with its template: the text itself, or that of the file beside the job."""
+    judge = job.config.reward.judge
+    template, file = judge.template, job.base / judge.template
+    if not template or "\n" in template or len(template) >= 256 or not file.is_file():
+        return judge
+    try:
+        return replace(judge, template=file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        wrong = f"reward.judge.template: {file} is no UTF-8 text: {error}"
+        raise job.make_error("reward.judge.template", wrong) from error
+
+
+def check_evaluation(job: JobFile) -> None:
+    """Check the evaluation's datasets, and that the figure is one which the best version has."""
+    evaluation, config = job.config.evaluation, job.config
+    names = [HELD_OUT, *(d.name for d in evaluation.datasets)]
+    for i, d in enumerate(evaluation.datasets):
+        table = f"evaluation.datasets[{i}]"
+        if names.count(d.name) > 1:
+            raise job.make_error(
+                f"{table}.name", f"{table}.name: {d.name!r} is taken", "Choose another"
+            )
+        if any(k > d.samples for k in d.pass_at):
+            key = f"{table}.pass_at"
+            raise job.make_error(key, f"{key} = {d.pass_at} must lie in 1 to samples = {d.samples}")
+    offered = list_figures(
+        evaluation, bool(config.dataset.held_out or config.environment.verifiers)
+    )
+    if evaluation.best and evaluation.best not in offered:
+        wrong = f"evaluation.best = {evaluation.best!r} is no figure of this job"
+        fix = f"there are {', '.join(offered) or 'none: name dataset.held_out'}"
+        raise job.make_error("evaluation.best", wrong, fix)

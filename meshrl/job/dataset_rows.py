@@ -1,0 +1,275 @@
+"""Reads dataset files row by row, and checks them before a mesh starts on them.
+
+JSONL; Parquet, one file, a pattern (`train-*.parquet`) or a directory of them; and what Hugging
+Face's `datasets` writes with `save_to_disk`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from meshrl.common.base.encoding.finite_json import DECODER, NonFiniteNumber
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.model.chat.messages import ROLES, parse_conversation
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    location: str  # file and line, for messages
+    value: dict[str, Any]
+    json_line: str  # as JSON, without a line break
+
+    @property
+    def identity(self) -> bytes:
+        """Equal for rows that say the same, however they are written."""
+        text = json.dumps(self.value, sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def has_dataset(path: Path) -> bool:
+    """Whether there is anything at a dataset's path, which may be a pattern."""
+    return path.exists() or bool(_match_pattern(path))
+
+
+def read_rows(path: Path, prompt_key: str = "", *, chat: bool = False) -> Iterator[DatasetRow]:
+    """The rows of a dataset, blank lines left out.
+
+    ConfigError names the place of a row that is no object of plain JSON values, that cannot be
+    sent, or whose `prompt` is no string (with `chat`: no string and no list of messages).
+    """
+    for row in _read_any(path):
+        check_sendable(row.location, row.value)
+        if prompt_key:
+            _check_prompt(row, prompt_key, chat)
+        yield row
+
+
+class TimedRows:
+    """Rows of several datasets, which share a time by parts of the same length."""
+
+    def __init__(self, datasets: Sequence[tuple[str, Path]], time_limit_s: float) -> None:
+        self._datasets, self._time_limit_s = datasets, time_limit_s
+        self.is_partial = False  # there were more rows than time
+
+    def __iter__(self) -> Iterator[tuple[str, DatasetRow]]:
+        """Yield (key of the dataset, row)."""
+        until = time.monotonic()
+        for key, path in self._datasets:
+            until += self._time_limit_s / len(self._datasets)
+            for number, row in enumerate(read_rows(path)):
+                if number and time.monotonic() > until:
+                    self.is_partial = True
+                    break
+                yield key, row
+
+
+def _check_prompt(row: DatasetRow, prompt_key: str, chat: bool) -> None:
+    """ConfigError unless the row's prompt is a text or, with `chat`, messages."""
+    value = row.value.get(prompt_key)
+    if isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        kinds = "string, or list of messages," if chat else "string"
+        raise ConfigError(
+            f"{row.location}: the row has no {kinds} {prompt_key!r}"
+            + (f", but {value!r:.60}" if value is not None else ""),
+            fix="set dataset.prompt to the row's key that holds the prompt; it has "
+            f"{', '.join(map(repr, row.value)) or 'nothing'}",
+        )
+    if not chat:
+        raise ConfigError(
+            f"{row.location}: {prompt_key!r} is a list, of messages perhaps, and the job has "
+            "no chat "
+            "format",
+            fix='set environment.chat, such as "auto", or write the prompt as a text',
+        )
+    try:
+        parse_conversation(value, ROLES)
+    except ValueError as error:
+        raise ConfigError(
+            f"{row.location}: {prompt_key!r} is no conversation: {error}",
+            fix="write each message as {'role', 'content'}, the content a text or parts of type "
+            "'text'",
+        ) from error
+
+
+def check_sendable(location: str, value: dict[str, Any]) -> None:
+    """ConfigError unless a row can be sent to the process that will work on it."""
+    if not (problem := _explain_unsendable(value)):
+        return
+    culprits = (f"column {k!r}" for k, cell in value.items() if _explain_unsendable({k: cell}))
+    raise ConfigError(
+        f"{location}: {next(culprits, 'the row')} cannot be sent ({problem})",
+        fix="keep to UTF-8 text, integers of 64 bits, and shallow lists and tables; tests of code "
+        "may be the text of their JSON, which holds any integer",
+    )
+
+
+def _explain_unsendable(value: dict[str, Any]) -> str:
+    try:
+        msgpack.packb(value)
+    except (OverflowError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _read_any(path: Path) -> Iterator[DatasetRow]:
+    if path.is_dir():
+        return _read_directory(path)
+    if matches := _match_pattern(path):
+        return _read_parquet(matches)
+    return _read_parquet([path]) if path.suffix == ".parquet" else _read_jsonl(path)
+
+
+def _match_pattern(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(path.name)) if "*" in path.name else []
+
+
+def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            place = f"{path}, line {number}"
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                value = DECODER.decode(line) if line else None
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"{place}: not UTF-8 ({error.reason})") from error
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    f"{place}: not JSON ({error.msg}, column {error.colno})",
+                    fix="a .jsonl file has one JSON object on each line",
+                ) from error
+            except RecursionError as error:
+                raise ConfigError(f"{place}: lists or tables are nested too deeply") from error
+            except NonFiniteNumber as error:
+                held = json.loads(line)
+                said = (
+                    _explain_bad_value(held) if isinstance(held, dict) else "a number is not finite"
+                )
+                raise ConfigError(
+                    f"{place}: {said}: {error}",
+                    fix="write null or a finite number, or leave the row out",
+                ) from error
+            except ValueError as error:  # more digits than Python reads
+                raise ConfigError(
+                    f"{place}: a number that cannot be read ({error})",
+                    fix="write it as text; tests of code may be the text of their JSON",
+                ) from error
+            if not line:
+                continue
+            if not isinstance(value, dict):
+                raise ConfigError(f"{place}: a row is a JSON object, not {type(value).__name__}")
+            yield DatasetRow(place, value, line)
+
+
+def _read_directory(path: Path) -> Iterator[DatasetRow]:
+    if (path / "dataset_dict.json").is_file():
+        splits = _read_json_list(path / "dataset_dict.json", "splits")
+        raise ConfigError(
+            f"{path} holds several splits: {', '.join(splits)}",
+            fix=f"name one of them, such as {path / splits[0]}",
+        )
+    if (path / "state.json").is_file():
+        return _read_saved_dataset(path)
+    files = sorted(path.glob("*.parquet"))
+    splits = sorted({name.partition("-")[0] for f in files if "-of-" in (name := f.name)})
+    if len(splits) > 1:
+        raise ConfigError(
+            f"{path} holds files of several splits: {', '.join(splits)}",
+            fix=f"name those of one, such as {path / (splits[0] + '-*.parquet')}",
+        )
+    if not files:
+        raise ConfigError(
+            f"{path} is no dataset: it holds neither state.json nor *.parquet",
+            fix="name a JSONL or Parquet file, a directory of Parquet files, or one that "
+            "datasets.Dataset.save_to_disk has written",
+        )
+    return _read_parquet(files)
+
+
+def _read_saved_dataset(path: Path) -> Iterator[DatasetRow]:
+    """What `save_to_disk` writes: Arrow streams, listed in state.json."""
+    arrow = _import_pyarrow(path)
+    if _read_json_list(path / "state.json", "_indices_data_files", []):
+        raise ConfigError(
+            f"{path} holds a selection of rows, not rows", fix="flatten_indices() before saving it"
+        )
+    for entry in _read_json_list(path / "state.json", "_data_files"):
+        file = path / str(entry["filename"] if isinstance(entry, dict) else entry)
+        try:
+            with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as stream:
+                yield from _read_batches(file, stream)
+        except (OSError, arrow.ArrowInvalid) as error:
+            said = str(error).partition(". Detail")[0]
+            raise ConfigError(f"{file} cannot be read: {said}", fix="save it again") from error
+
+
+def _read_json_list(file: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    """A list in a JSON file that `datasets` wrote; ConfigError if it is not there."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        listed = found.get(key, default) or default
+        if isinstance(listed, list):
+            return listed
+        said = f"it has no list {key!r}"
+    except (OSError, ValueError, AttributeError) as error:
+        said = str(error)
+    raise ConfigError(f"{file} is not what datasets writes: {said}", fix="save it again")
+
+
+def _read_parquet(files: list[Path]) -> Iterator[DatasetRow]:
+    arrow = _import_pyarrow(files[0])
+    from pyarrow import parquet
+
+    for path in files:
+        try:
+            file = parquet.ParquetFile(path)
+        except arrow.ArrowInvalid as error:
+            raise ConfigError(f"{path}: not Parquet ({error})") from error
+        with file:
+            yield from _read_batches(path, file.iter_batches())
+
+
+def _read_batches(path: Path, batches: Any) -> Iterator[DatasetRow]:
+    number = 0
+    for batch in batches:
+        for value in batch.to_pylist():
+            number += 1
+            place = f"{path}, row {number}"
+            try:
+                line = json.dumps(value, allow_nan=False, ensure_ascii=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{place}: {_explain_bad_value(value)}",
+                    fix="keep to text, numbers, lists and tables",
+                ) from error
+            yield DatasetRow(place, value, line)
+
+
+def _explain_bad_value(value: dict[str, Any]) -> str:
+    for column, cell in value.items():
+        try:
+            json.dumps(cell, allow_nan=False)
+        except TypeError as error:
+            return f"column {column!r} is no plain data ({error})"
+        except ValueError:
+            return f"column {column!r} holds a number that is not finite"
+    return "no plain data"
+
+
+def _import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: reading it takes pyarrow", fix="pip install 'meshrl[data]'"
+        ) from error
+    return pyarrow

@@ -1,0 +1,82 @@
+"""Remembers the job file that a run began with, and says what differs when it has been edited."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.job.change_rules import diff_documents, find_rule, flatten
+
+MAX_VALUE_CHARS = 60  # characters of a value that is shown
+
+
+def record_job_file(path: Path) -> dict[str, Any]:
+    """What a run keeps of its job file: where it was, its digest, and what it said."""
+    content = path.read_bytes()
+    return {
+        "path": str(path.resolve()),
+        "digest": hashlib.sha256(content).hexdigest(),
+        "keys": tomllib.loads(content.decode("utf-8")),
+    }
+
+
+def describe_edits(
+    recorded_file: Mapping[str, Any], document: Mapping[str, Any], run: str
+) -> list[str]:
+    """What to tell whoever resumes a run whose job file has changed since; nothing if it has not,
+    or is not there, or says by now what the run does.
+    """
+    path = Path(recorded_file["path"])
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    if hashlib.sha256(content).hexdigest() == recorded_file["digest"]:
+        return []
+    goes_on = "the run goes on with its own"
+    try:
+        now = tomllib.loads(content.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return [
+            f"{path} has been edited since the run began, and is no TOML now ({error}): {goes_on}"
+        ]
+    own = dict(flatten(document))
+    found = diff_documents(recorded_file["keys"], now)
+    apart = {key: new for key, (_, new) in found.items() if key not in own or own[key] != new}
+    if not apart:
+        return []
+    said = [f"{path} has been edited since the run began; {goes_on} values:"]
+    may: list[str] = []
+    for key, value in apart.items():
+        try:
+            fixed = find_rule(key).fixed_reason
+        except KeyError:
+            fixed = "there is no such key"
+        if key not in own or value is None:
+            said.append(
+                f"  {key}: {_format_value(own.get(key))} here, {_format_value(value)} in the file"
+            )
+            continue
+        why = f" (may not change: {fixed})" if fixed else ""
+        said.append(
+            f"  {key}: {_format_value(own[key])} here, {_format_value(value)} in the file{why}"
+        )
+        if not fixed:
+            may.append(f"--set {key}={_to_toml_value(value)}")
+    if may:
+        said.append(f"To apply what may change: meshrl resume {run} {' '.join(may)}")
+    return said
+
+
+def _format_value(value: Any) -> str:
+    text = "nothing" if value is None else _to_toml_value(value)
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."
+
+
+def _to_toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else str(value)

@@ -1,0 +1,78 @@
+"""A job as its file describes it, with the line of each key for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.named_files import NamedFile, list_named_files
+
+MakeError = Callable[..., ConfigError]  # (key, message, fix): the error that names the key's line
+MESSAGE_WITH_LOCATION = "{key}: {error.message}{place}"
+MESSAGE_WITH_FIX = "{key}: {error}"  # with what to do
+
+
+@dataclass(frozen=True, eq=False)
+class JobFile:
+    """A job file as it was read; equal to itself alone."""
+
+    config: JobConfig  # its paths are absolute
+    base: Path  # the directory that it lies in
+    make_error: MakeError
+    raw_document: Mapping[str, Any] = field(default_factory=dict)  # the tables and keys of the file
+
+    def with_config(self, config: JobConfig) -> JobFile:
+        return replace(self, config=config)
+
+    @contextmanager
+    def locate_errors(
+        self, key: str, message_format: str = "{key}: {error.message}"
+    ) -> Iterator[None]:
+        """Name the line of `key` in a ConfigError of the block; `form` makes the message of `key`,
+        `error` and `place`, which is where the error says that it was, in brackets.
+        """
+        try:
+            yield
+        except ConfigError as error:
+            place = f" ({error.where})" if error.where else ""
+            message = message_format.format(key=key, error=error, place=place)
+            raise self.make_error(
+                key, message, "" if message_format == MESSAGE_WITH_FIX else error.fix
+            ) from error
+
+    @property
+    def datasets(self) -> list[tuple[str, Path]]:
+        """The key and path of each dataset."""
+        return [
+            (f.key, Path(f.path)) for f in list_named_files(self.config) if f.is_dataset and f.path
+        ]
+
+    @property
+    def scored_datasets(self) -> list[tuple[str, Path]]:
+        return [(key, path) for key, path in self.datasets if not self.is_supervised(key)]
+
+    def is_supervised(self, key: str) -> bool:
+        """Return True for the dataset whose answers are learned."""
+        return self.config.is_supervised and key == "dataset.train"
+
+    @property
+    def models(self) -> list[NamedFile]:
+        return [file for file in list_named_files(self.config) if file.is_model and file.path]
+
+    @property
+    def uses_row_prompts(self) -> bool:
+        """True if the prompts are those of the rows, and not an environment's."""
+        return not (self.config.environment.use or self.config.environment.verifiers)
+
+
+Check = Callable[[JobFile], None]
+
+
+def get_value(config: Any, key: str) -> Any:
+    return attrgetter(key)(config)

@@ -1,0 +1,123 @@
+"""Reads job files: from TOML and `--set` to a checked JobConfig, every error with its line and a
+fix.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files.remote_directory import is_url
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.named_files import replace_paths
+from meshrl.common.job.schema import JOB_SCHEMA
+from meshrl.job.checks.job_file import all_checks, chat_format, judge_and_evaluation, sandbox
+from meshrl.job.job_file import JobFile
+from meshrl.job.toml import reader
+
+
+def load_config(path: Path, overrides: list[str]) -> tuple[JobConfig, Path]:
+    """The job that `read` finds in a file, and the directory it lies in."""
+    found = read_job_file(path, overrides)
+    return found.config, found.base
+
+
+def read_job_file(path: Path, overrides: list[str]) -> JobFile:
+    """The job that a file describes, with `KEY=VALUE` overrides.
+
+    ConfigError names the line, or the override, that is wrong.
+    """
+    document, places = reader.read_toml(path, "the job file")
+    for override in overrides:
+        key = apply_override(document, override)
+        places = {
+            k: place for k, place in places.items() if not k.startswith((f"{key}.", f"{key}["))
+        }
+        places[key] = f"--set {override}"
+    return _check_document(document, path.resolve().parent, path, places)
+
+
+def check_config(config: JobConfig, base: Path, overrides: list[str]) -> JobFile:
+    """A job that was made in code, with `KEY=VALUE` overrides, checked as a file in `base` is."""
+    document = config.to_document()
+    places = {apply_override(document, override): f"--set {override}" for override in overrides}
+    return _check_document(document, base, Path("the job"), places)
+
+
+def reload_document(
+    document: dict[str, Any], overrides: list[str]
+) -> tuple[JobFile, dict[str, Any]]:
+    """A run's document with `KEY=VALUE` overrides, checked: as a job file whose files are those of
+    the run's bundle, and as the changed document.
+    """
+    bundle = document["bundle"]
+    held = deepcopy({key: value for key, value in document.items() if key != "bundle"})
+    places = {apply_override(held, override): f"--set {override}" for override in overrides}
+    fail = partial(reader.make_error, Path("the run"), places)
+    config = _resolve_paths(JOB_SCHEMA.validate(held, fail), Path.cwd())
+    home = Path(bundle["dir"])
+    config_here = replace_paths(config, lambda file: str(home / file.path))
+    found = JobFile(config_here, home / "modules", fail)
+    all_checks.check_changed_document(found)
+    return found, config.to_document() | {"bundle": bundle}
+
+
+def apply_override(document: dict[str, Any], override: str) -> str:
+    """Set one `KEY=VALUE` in the document; returns KEY. VALUE is TOML, or else a bare string."""
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {override}: write KEY=VALUE, as in --set budget.steps=12")
+    try:
+        value: Any = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    if JOB_SCHEMA.types_by_key.get(key) is str and not isinstance(value, str):
+        value = raw.strip()
+    *tables, last = key.split(".")
+    place = document
+    for table in tables:
+        place = place.setdefault(table, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"--set {override}: {table} of {key} is not a table")
+    place[last] = value
+    return key
+
+
+def _check_document(
+    document: dict[str, Any], base: Path, path: Path, locations: Mapping[str, str]
+) -> JobFile:
+    """The checked job of a document, which stands in the file `path` at these places."""
+    fail = partial(reader.make_error, path, locations)
+    found = JobFile(JOB_SCHEMA.validate(document, fail), base, fail, document)
+    config = _resolve_paths(found.config, base)
+    config = replace_paths(
+        config, lambda file: str((base / Path(file.path).expanduser()).resolve())
+    )
+    reward = replace(config.reward, judge=judge_and_evaluation.load_judge_template(found))
+    found = all_checks.complete_group_size(found.with_config(replace(config, reward=reward)))
+    all_checks.check_job_file(found)
+    return found.with_config(chat_format.resolve_chat(found))
+
+
+def _resolve_paths(config: JobConfig, base: Path) -> JobConfig:
+    """With absolute paths of programs and directories of this host, which count from `base`."""
+    copies = config.weights.copies
+    if copies and not is_url(copies):
+        copies = str((base / Path(copies).expanduser()).resolve())
+    # The interpreter stays as it is: links lead out of a virtual environment.
+    python = config.environment.python and os.path.abspath(base / config.environment.python)
+    return replace(
+        config,
+        cache=str(Path(config.cache).expanduser()) if config.cache else "",
+        environment=replace(config.environment, python=python),
+        weights=replace(config.weights, copies=copies),
+        sandbox=sandbox.resolve_paths(config.sandbox, base),
+    )

@@ -1,0 +1,170 @@
+"""Checks that a mesh can listen where it is to: addresses are bound and let go."""
+
+from __future__ import annotations
+
+import re
+import socket
+from urllib.parse import urlsplit
+
+import zmq
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.host.listen_addresses import (
+    EPHEMERAL_PORTS,
+    WILDCARD_HOSTS,
+    AddressInUse,
+    bind_error_type,
+    format_host,
+    parse_listen_address,
+    parse_socket_host,
+)
+from meshrl.common.base.host.settings import METRICS_OFF
+from meshrl.job.job_file import JobFile
+from meshrl.launch.services import service_plan
+
+
+def check_bind_address(job: JobFile) -> None:
+    """Every process of the job's mesh finds a port."""
+    with job.locate_errors("mesh.bind"):
+        require_bindable_endpoint(job.config.mesh.bind)
+
+
+def check_metrics_ports(job: JobFile) -> None:
+    """Every process of the job's mesh finds a port for its metrics."""
+    config = job.config
+    # A worker and its role process each serve their own.
+    processes = len(service_plan.plan_job_services(config)) + 2 * config.mesh.workers
+    processes += config.rollout.shards + config.sandbox_count
+    with job.locate_errors("mesh.metrics"):
+        require_metrics_ports(config.mesh.metrics, processes)
+
+
+def resolve_listen_endpoint(listen: str, advertise: str = "") -> str:
+    """The endpoint, with the address of this host in numbers, of `--listen HOST[:LOW-HIGH]`, by
+    which other hosts reach its processes, or by what it advertises; ConfigError.
+    """
+    found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]]+))(?::([^:]+))?", listen)
+    host = (found[1] or found[2]) if found else ""
+    if found is None or (host in WILDCARD_HOSTS and not advertise):
+        raise ConfigError(
+            f"{listen!r} names no one address by which other hosts reach this one",
+            where="--listen",
+            fix="Write an address or a name of this host: HOST, [HOST] of IPv6, HOST:LOW-HIGH; or "
+            "beside it --advertise NAME, by which they do",
+        )
+    address = f"[{host}]" if found[1] else resolve_host("0.0.0.0" if host == "*" else host)
+    endpoint = f"tcp://{address}:{found[3] or '*'}"
+    require_bindable_endpoint(endpoint)
+    return endpoint
+
+
+def resolve_host(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise NoRoute(f"no host is called {host}: {error}", where="--listen") from error
+
+
+def find_local_address(endpoint: str) -> str:
+    """The address of the interface by which this host reaches tcp://HOST:PORT. Nothing is sent.
+    NoWay.
+    """
+    at = urlsplit(endpoint)
+    try:
+        found = socket.getaddrinfo(at.hostname, at.port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, where = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)
+            return format_host(str(probe.getsockname()[0]))
+    except (OSError, ValueError) as error:
+        raise NoRoute(
+            f"this host has no way to the head: {error}",
+            where=endpoint,
+            fix="See whether the name resolves and the network is up, or name the address by "
+            "which others reach this host: --listen HOST",
+        ) from error
+
+
+def require_bindable_endpoint(endpoint: str, process_count: int = 2) -> None:
+    """ConfigError unless `processes` can listen at `endpoint`, tcp://INTERFACE:PORTS."""
+    interface, tried = parse_listen_address(endpoint, "mesh.bind")
+    if len(tried) < process_count and tried != EPHEMERAL_PORTS:
+        raise ConfigError(
+            f"{endpoint!r} names one port, and a mesh has many processes",
+            fix="Write * in place of the port, or a range, LOW-HIGH",
+        )
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.ipv6 = interface.startswith("[")
+        try:
+            router.bind(f"tcp://{interface}:*")
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"no process can listen at {endpoint!r}: {error.strerror}",
+                fix="Name an address of this host, as `ip address` lists them, or "
+                '"tcp://127.0.0.1:*"',
+            ) from error
+    # Bulk bytes have a plain socket, which knows addresses and names, and no interfaces.
+    _require_bindable(interface, 0)
+
+
+def require_metrics_ports(address: str, process_count: int) -> None:
+    """ConfigError unless `where`, as of `mesh.metrics`, has a free port for each process."""
+    if address == METRICS_OFF:
+        return
+    interface, tried = parse_listen_address(address, "mesh.metrics")
+    if tried == EPHEMERAL_PORTS:
+        _require_bindable(interface, 0)
+        return
+    free = _count_free_ports(interface, tried, process_count)
+    if free < process_count:
+        raise (AddressInUse if len(tried) >= process_count else ConfigError)(
+            f"{address!r} has {free} free ports, and the mesh some {process_count} processes",
+            fix="Take any port with HOST:*, a wider range with HOST:LOW-HIGH, or off",
+        )
+
+
+def require_free_ports(endpoint: str, port_count: int) -> None:
+    """ConfigError unless a range of ports that a host listens at has as many free ones."""
+    interface, tried = parse_listen_address(endpoint, "--listen")
+    if tried == EPHEMERAL_PORTS:
+        return
+    free = _count_free_ports(interface, tried, port_count)
+    if free < port_count:
+        raise (AddressInUse if len(tried) >= port_count else ConfigError)(
+            f"{free} of the {len(tried)} ports of {endpoint!r} are free, and this host's processes "
+            f"take {port_count} with one job",
+            where="--listen",
+            fix="Take a wider range, HOST:LOW-HIGH with some for more jobs, or any port: HOST",
+        )
+
+
+def _count_free_ports(interface: str, candidates: range, limit: int) -> int:
+    """How many of these ports are free, of so many that matter."""
+    free = 0
+    for port in candidates:
+        try:
+            _require_bindable(interface, port)
+        except AddressInUse:
+            continue
+        free += 1
+        if free == limit:
+            break
+    return free
+
+
+class NoRoute(ConfigError):
+    """Nobody knows the name, or the way to it, now."""
+
+    code = "no_way"
+    retryable = True
+
+
+def _require_bindable(interface: str, port: int) -> None:
+    try:
+        host, family = parse_socket_host(interface)
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise bind_error_type(error)(
+            f"no process can listen at {interface}:{port or '*'}: {error.strerror or error}",
+            fix="Name an address of this host, as `ip address` lists them, or 127.0.0.1",
+        ) from error

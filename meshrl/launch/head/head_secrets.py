@@ -1,0 +1,73 @@
+"""What a head is handed before its mesh has ever started: the key pair that its gateway is to have,
+and the tokens that are good there. So an orchestrator can give out tokens before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError, CorruptData, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.host import secret_files
+from meshrl.common.mesh.access import gateway_identity, token_registry
+from meshrl.common.mesh.access.access_records import RECORDS_FILE as TOKENS
+from meshrl.common.mesh.access.access_records import TokenRecord
+from meshrl.common.mesh.access.gateway_identity import GatewayIdentity
+from meshrl.common.mesh.transport.keys import KeyPair
+from meshrl.directory.directory_paths import MeshPaths
+
+HEAD_FILE = "head.json"  # of `meshrl secrets`
+FILE_HINT = "Give the head.json of `meshrl secrets`, whole"
+MAX_FILE_CHARS = 1 << 16  # characters: a file that is larger is none of ours
+
+
+@dataclass(frozen=True)
+class HeadSecrets:
+    """Key pair of the gateway, Z85, and tokens, of which it has digests of the keys alone."""
+
+    public: str
+    secret: str = field(repr=False)
+    tokens: Sequence[TokenRecord]
+
+    def write(self, path: Path) -> None:
+        """For its reader's eyes alone. StorageFull."""
+        documents.write(path, asdict(self))
+
+
+def read_head_secrets(path: Path) -> HeadSecrets:
+    """ConfigError: it is none, or others can read it."""
+    text = secret_files.read_secret(path, "secrets of a head", FILE_HINT, MAX_FILE_CHARS)
+    try:
+        held = documents.decode(text.encode(), str(path))
+        found = HeadSecrets(
+            held["public"], held["secret"], [TokenRecord(**t) for t in held["tokens"]]
+        )
+        if KeyPair.from_secret(found.secret.encode()).public.decode() != found.public:
+            raise ValueError("its keys are no pair")
+    except (CorruptData, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"it holds no secrets of a head: {error}", where=str(path), fix=FILE_HINT
+        ) from None
+    return found
+
+
+def install_head_secrets(mesh_paths: MeshPaths, path: Path) -> None:
+    """Makes them those of the mesh that starts there for the first time; later there is nothing to
+    do. Refused for a mesh that has others.
+    """
+    given = read_head_secrets(path)
+    known = gateway_identity.find_identity(mesh_paths.directory)
+    if known is None:
+        mesh_paths.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        token_registry.add_missing_tokens(mesh_paths.directory / TOKENS, given.tokens)
+        # Last: from then on they are taken. Where it listens the gateway tells when it starts.
+        GatewayIdentity("", "", given.public, given.secret).write(mesh_paths.directory)
+    elif known.public != given.public:
+        raise Refused(
+            f"the mesh in {mesh_paths.root} has a gateway's key of its own, and not that of {path}",
+            where="--secrets",
+            fix="Start it with the file that it was started with first, or without one "
+            "(`meshrl token create` makes more tokens); other secrets are for another --root",
+        )

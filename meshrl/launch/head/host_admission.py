@@ -1,0 +1,260 @@
+"""Lets hosts into a mesh and out of it: the launcher does, as the gateway or a person asks.
+
+Which hosts there are is on record in the mesh's directory, with the prefixes that their workers'
+names have had: none is given twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from meshrl.common.api.calls.call_permissions import HOST_ROLES, PLANNER_ROLE
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
+from meshrl.common.mesh.access import members
+from meshrl.common.mesh.access.access_records import RECORDS_FILE
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.state import events, registry
+from meshrl.common.state.hosts import host_requests
+from meshrl.common.state.hosts.host_requests import HostRequest
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, SHUTDOWN_NOTICE
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.directory.joined_hosts import JoinedHost, JoinedHosts
+
+POLL_S = 0.2
+AWAY_CHECK_S = 5.0  # between two looks who is away
+TOKEN_FILE_TIMEOUT_S = 10.0
+STANDBY_PLANNER = "planner/2"  # beside the two of the head
+
+
+class HostAccess(Protocol):
+    async def admit_host(self, host: AdmittedHost) -> None:
+        """From now on."""
+
+    async def expel_host(self, host: str) -> bool:
+        """No more, also those that are in; whether it was let in."""
+
+
+class AbsenceTracker:
+    """A host is away from the first look on that does not find it; `for_s` is what is long."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._away_since_s: dict[str, float] = {}
+
+    def find_absent(
+        self, hosts: Collection[str], present: Collection[str], now_s: float
+    ) -> dict[str, float]:
+        """Those of these hosts that have been away for long, and for how long, in seconds; `here`
+        are those that are found, `now` is of a monotonic clock.
+        """
+        away = set(hosts) - set(present)
+        self._away_since_s = {host: self._away_since_s.get(host, now_s) for host in away}
+        return {
+            h: now_s - s for h, s in sorted(self._away_since_s.items()) if now_s - s > self._limit_s
+        }
+
+    def reset(self) -> None:
+        """Nobody could be found for a while: what was seen before tells nothing."""
+        self._away_since_s = {}
+
+
+class HostAdmission:
+    """`head`: the name of this host, which no other has; `about`: what hosts are told beside what
+    is their own (see `meshrl.common.api.gateway.HostAdmitted`); `gone_s`: an ephemeral one that has
+    been away for longer is let out.
+    """
+
+    def __init__(
+        self,
+        mesh_paths: MeshPaths,
+        state: StateClient,
+        clock: Clock,
+        host_access: HostAccess,
+        describe_mesh: Callable[[], Mapping[str, Any]],
+        away_limit_s: float,
+        head_host: str,
+    ) -> None:
+        self._head_host = head_host
+        self._mesh_paths, self._state, self._clock, self._host_access = (
+            mesh_paths,
+            state,
+            clock,
+            host_access,
+        )
+        self._describe_mesh = describe_mesh
+        self._joined_hosts = JoinedHosts.read(mesh_paths)
+        self._absences, self._away_limit_s = AbsenceTracker(away_limit_s), away_limit_s
+        self._leaving: dict[
+            str, float
+        ] = {}  # hosts that are being let out, away for so many seconds
+
+    async def run(self) -> None:
+        """Answers what is asked, and lets out who stays away, for ever."""
+        look_at = 0.0
+        while True:
+            try:
+                for asked in await host_requests.read_pending_requests(self._state):
+                    await host_requests.answer_host_request(
+                        self._state, asked.id, await self._answer_request(asked)
+                    )
+                if self._clock.monotonic() >= look_at:
+                    await self._remove_absent_hosts()
+                    look_at = self._clock.monotonic() + min(AWAY_CHECK_S, self._away_limit_s / 4)
+            except (StateUnavailable, DeadlineExceeded):
+                self._absences.reset()
+            await self._clock.sleep(POLL_S)
+
+    async def _remove_absent_hosts(self) -> None:
+        """Lets ephemeral hosts out that have been away for long: one that comes back at this moment
+        is told that it is a member no more.
+        """
+        ephemeral = [host for host, row in self._joined_hosts.hosts.items() if row.ephemeral]
+        if not ephemeral and not self._leaving:
+            return
+        nodes = await registry.lookup_all(self._state, [f"node/{host}" for host in ephemeral])
+        here = [entry.host for entry in nodes.values() if entry.alive]
+        self._leaving |= self._absences.find_absent(ephemeral, here, self._clock.monotonic())
+        for host, away_s in list(self._leaving.items()):
+            try:
+                await self._remove_host(host, away_s)
+                del self._leaving[host]
+            except (StateUnavailable, DeadlineExceeded):
+                raise
+            except (MeshError, OSError) as error:  # a full disk, or its own file: at the next look
+                print(f"{host}, which is away, cannot be let out: {error}", flush=True)
+
+    async def _answer_request(self, request: HostRequest) -> Mapping[str, Any] | MeshError:
+        try:
+            if request.kind == host_requests.JOIN:
+                return await self._admit(request.about)
+            if request.kind == host_requests.LEAVE:
+                return {"left": await self._remove_host(str(request.about["host"]))}
+            if request.kind == host_requests.DRAIN:
+                host = self._find_joined_host(request.about).host
+                return {
+                    "changed": await pool.set_drain_reason(
+                        self._state, host, SHUTDOWN_NOTICE, expected=""
+                    )
+                }
+            if request.kind == host_requests.RETURN:
+                return {"changed": await self._mark_returned(request.about)}
+            if request.kind == host_requests.LOCATE:
+                self._find_joined_host(request.about)
+                return self._describe_mesh()
+            return Refused(f"the launcher does not know what {request.kind!r:.40} is")
+        except (StateUnavailable, DeadlineExceeded):
+            raise
+        except MeshError as error:
+            return error
+        except (KeyError, TypeError, ValueError) as error:
+            return Refused(f"the launcher cannot read what was asked: {error!r}")
+        except OSError as error:
+            return MeshError(
+                f"the launcher cannot do that: {error}", where=str(self._mesh_paths.directory)
+            )
+
+    async def _admit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        admitted, key = AdmittedHost(**arguments["admitted"]), str(arguments["key"])
+        if admitted.host == self._head_host:
+            raise Refused(
+                f"{self._head_host} is the head of the mesh", fix="Join from a new directory"
+            )
+        known = self._joined_hosts.hosts.get(admitted.host)
+        if known is not None and known.key == key:  # its answer was lost
+            await self._host_access.expel_host(known.host)
+            joined = known
+        elif known is not None or admitted.host in self._joined_hosts.left:
+            raise Refused(
+                f"a host called {admitted.host} is in the mesh, or was",
+                fix="Join from a new directory",
+            )
+        else:
+            joined = self._record_host(admitted.host, arguments, key)
+        roles = HOST_ROLES | ({PLANNER_ROLE} if joined.planner else set())
+        passwords = {role: admitted.passwords[role] for role in roles}
+        await self._host_access.admit_host(replace(admitted, passwords=passwords))
+        await events.append(
+            self._state, "host_admitted", {"host": joined.host, "address": joined.address}
+        )
+        print(f"{joined.host} at {joined.address} has joined", flush=True)
+        return {"prefix": joined.prefix, "planner": joined.planner, **self._describe_mesh()}
+
+    def _find_joined_host(self, arguments: Mapping[str, Any]) -> JoinedHost:
+        """The row of the host that asks. NotFound: the gateway has its key, from a try to join that
+        came to nothing so far.
+        """
+        host = str(arguments["host"])
+        if host not in self._joined_hosts.hosts:
+            raise NotFound(f"{host} was not let into the mesh", fix="`meshrl join` does that")
+        return self._joined_hosts.hosts[host]
+
+    def _record_host(self, host: str, arguments: Mapping[str, Any], key: str) -> JoinedHost:
+        standby = bool(arguments["standby"]) and not any(
+            h.planner for h in self._joined_hosts.hosts.values()
+        )
+        count = self._joined_hosts.count + 1
+        joined = JoinedHost(
+            host,
+            str(arguments["address"]),
+            f"h{count}w",
+            STANDBY_PLANNER if standby else "",
+            int(arguments["workers"]),
+            time.time(),
+            key,
+            bool(arguments["ephemeral"]),
+        )
+        hosts = {**self._joined_hosts.hosts, host: joined}
+        self._write_hosts(replace(self._joined_hosts, count=count, hosts=hosts))
+        return joined
+
+    async def _remove_host(self, host: str, away_s: float = 0.0) -> bool:
+        """Whether it was in. Asked again after a failure it does what was left undone."""
+        was = host in self._joined_hosts.hosts
+        if not was and host not in self._joined_hosts.left:
+            raise NotFound(f"no host is called {host}", fix="`meshrl hosts` shows them")
+        if was:
+            await self._host_access.expel_host(host)
+            # Next, so that it is out for good whatever fails from here on.
+            hosts = {name: row for name, row in self._joined_hosts.hosts.items() if name != host}
+            self._write_hosts(
+                replace(self._joined_hosts, hosts=hosts, left=(*self._joined_hosts.left, host))
+            )
+            why = f": it is ephemeral, and was away for {away_s:.0f} s" if away_s else ""
+            print(f"{host} has left{why}", flush=True)
+        await pool.set_drain_reason(self._state, host, HOST_LEFT)
+        forget = partial(members.remove_member, self._mesh_paths.directory / RECORDS_FILE, host)
+        async with self._clock.timeout(TOKEN_FILE_TIMEOUT_S, "the file of tokens"):
+            await asyncio.to_thread(forget)  # another command may have it locked
+        if was:
+            await events.append(
+                self._state, "host_left", {"host": host, "away_s": round(away_s, 1)}
+            )
+        return was
+
+    async def _mark_returned(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether it may be used again from now on, as what kept it from that was its own end."""
+        known, address = self._find_joined_host(arguments), str(arguments["address"])
+        host = known.host
+        if known.address != address:
+            hosts = {**self._joined_hosts.hosts, host: replace(known, address=address)}
+            self._write_hosts(replace(self._joined_hosts, hosts=hosts))
+            print(f"{host} is at {address} now", flush=True)
+        return await pool.set_drain_reason(self._state, host, "", expected=SHUTDOWN_NOTICE)
+
+    def _write_hosts(self, joined_hosts: JoinedHosts) -> None:
+        joined_hosts.write(self._mesh_paths)
+        self._joined_hosts = joined_hosts

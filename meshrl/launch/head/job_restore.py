@@ -1,0 +1,100 @@
+"""Puts jobs back that Redis does not have any more: each at its newest checkpoint, in a lineage of
+its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError, CorruptData, MeshError, NotFound
+from meshrl.common.records.checkpoints import (
+    find_committed,
+    is_initial,
+    list_manifest_paths,
+    read_best_version,
+    read_last_lineage,
+    read_manifest,
+)
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
+from meshrl.directory.directory_paths import read_json
+from meshrl.launch.redis.run_watermark import read_run_watermark
+
+
+async def restore_job(
+    state: StateClient,
+    run_dir: Path,
+    job: str,
+    document: dict[str, Any],
+    watermark: JobWatermark,
+) -> Path | None:
+    """Submits a job that Redis does not have: as its newest checkpoint, which is returned, has it,
+    or else from its beginning. `seen`: how far anybody has seen it come.
+
+    A job that had begun goes on in a lineage above all that its record and its checkpoints tell of.
+    The checkpoint before its first step is enough for that: groups are opened from then on, and a
+    power cut may have taken all that told of them.
+    """
+    checkpoint, lineage = (
+        find_newest_checkpoint(run_dir),
+        max(watermark.lineage, read_last_lineage(run_dir)),
+    )
+    if checkpoint is not None:
+        held = read_manifest(checkpoint)
+        account = held["account"] | {"manifest": held["weights"], "checkpoint": checkpoint.stem}
+        account |= {key: held.get(key, "") for key in ("image", "masters")}
+        if (found := read_best_version(run_dir)) is not None:  # perhaps after the checkpoint
+            kept = {
+                "best_version": found.version,
+                "best_manifest": found.manifest_digest,
+                "best_value": found.value,
+            }
+            account["kept"] = account.get("kept", {}) | kept
+        await steps.restore_job(state, job, document, str(run_dir), account, lineage)
+        return checkpoint
+    if find_committed(run_dir) is None and (run_dir / "metrics.jsonl").is_file():
+        raise NotFound(
+            f"{run_dir} has neither Redis data nor a checkpoint",
+            fix="Start over with `meshrl run JOB`",
+        )
+    told = read_run_watermark(run_dir, job).jobs.get(job)
+    begun = watermark.has_begun or (told is not None and told.has_begun)
+    if begun or list_manifest_paths(run_dir):
+        await steps.restart_job(state, job, document, str(run_dir), lineage)
+    else:
+        await jobs.submit(state, job, document, str(run_dir), uuid.uuid4().hex)
+    return None
+
+
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
+    """The last committed checkpoint; the one before the first step has no account."""
+    found = find_committed(run_dir)
+    return None if found is None or is_initial(found) else found
+
+
+async def restore_all_jobs(state: StateClient, watermark: StateWatermark, required: bool) -> None:
+    """Puts back every job that was known, had not ended, and is not there, and says so.
+
+    One that cannot be keeps no other from going on; `needed`: its error is raised when none can.
+    """
+    there, errors, back = {row.id for row in await jobs.read_jobs(state)}, list[MeshError](), 0
+    for job, one in watermark.jobs.items():
+        if job in there or one.phase in jobs.TERMINAL_PHASES or not one.run_dir:
+            continue
+        run_dir = Path(one.run_dir)
+        try:
+            document = read_json(run_dir / "job.json")["document"]
+            checkpoint = await restore_job(state, run_dir, job, document, one)
+        except (NotFound, CorruptData, ConfigError, OSError) as error:
+            errors.append(NotFound(f"{job} cannot go on: {error}", where=str(run_dir)))
+            print(errors[-1], file=sys.stderr, flush=True)
+            continue
+        back += 1
+        at = checkpoint.name if checkpoint is not None else "its beginning"
+        print(f"{job} starts again from {at}", flush=True)
+    if required and errors and not back:
+        raise errors[0]

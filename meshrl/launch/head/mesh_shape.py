@@ -1,0 +1,56 @@
+"""What a mesh is made of, and the settings of its pool: kept for its next start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshrl.common.base.errors import ConfigError, CorruptData
+from meshrl.common.base.host.settings import METRICS_OFF
+from meshrl.common.state.pool.scheduling import host_services
+from meshrl.common.state.pool.workers.settings import PoolSettings
+from meshrl.directory.directory_paths import MeshPaths, read_json
+
+POOL_FILE = "pool.json"  # the settings of the pool, as `mesh.toml` has them
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """What a mesh is made of, when nothing has started yet."""
+
+    workers: int = 3
+    device: str = "cpu"
+    bind: str = "tcp://127.0.0.1:*"
+    advertise: str = ""
+    metrics: str = "127.0.0.1:*"
+    gateway: str = METRICS_OFF  # where the gateway listens; off: there is none
+    listen: str = ""  # where processes are reached by those of other hosts; empty: there are none
+    encrypt: bool | None = None  # see MeshSettings
+    takes: Sequence[str] = host_services.ALL_SERVICES  # the services that may be placed on its host
+    rate_up: int = 0  # see MeshSettings
+    rate_down: int = 0
+
+
+def read_shape(mesh_paths: MeshPaths) -> MeshShape:
+    """The shape of a mesh that was started before."""
+    try:
+        return MeshShape(**read_json(mesh_paths.shape))
+    except (CorruptData, FileNotFoundError, TypeError) as error:
+        raise ConfigError(
+            f"{mesh_paths.shape}, which says what the mesh is made of, is gone or damaged: {error}",
+            fix=f"meshrl up --root {mesh_paths.root}, with the options that it had, writes it anew",
+        ) from error
+
+
+def read_pool_settings(mesh_paths: MeshPaths) -> PoolSettings:
+    """The settings that the pool of a mesh had when it was started last."""
+    path = mesh_paths.directory / POOL_FILE
+    try:
+        return PoolSettings(**read_json(path))
+    except FileNotFoundError:
+        return PoolSettings()
+    except (CorruptData, TypeError) as error:
+        raise ConfigError(
+            f"{path}, the settings of the pool, is damaged: {error}",
+            fix=f"Delete it; meshrl up --root {mesh_paths.root} --config mesh.toml writes it anew",
+        ) from error

@@ -1,0 +1,45 @@
+"""What a host gives its mesh: workers, and the services of jobs that may be placed there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES, parse_services
+
+CPU = "cpu"
+DEFAULT_HEAD_WORKERS = 3  # CPU slots of `meshrl up`, unless another number is asked for
+
+
+@dataclass(frozen=True)
+class HostCapacity:
+    """As the command line says it. `workers` 0 of `device` cpu: none."""
+
+    workers: int
+    device: str
+    accepted_services: tuple[str, ...]
+
+
+def parse_host_capacity(
+    workers: int, device: str, no_workers: bool, services: str | None, default_workers: int = 0
+) -> HostCapacity:
+    """What the options of `meshrl up` and `meshrl join` come to; `none`: --no-workers, `otherwise`:
+    the CPU slots of a host that does not say how many. ConfigError for those that contradict each
+    other, or leave nothing to give.
+    """
+    takes = parse_services(services) if services is not None else ALL_SERVICES
+    if no_workers and workers:
+        wrong = f"--no-workers with --workers {workers}: a host without workers has none"
+        raise ConfigError(wrong, where="--no-workers", fix="Leave one of them out")
+    if no_workers and device != CPU:
+        wrong = f"--no-workers with --device {device}: a host without workers has no device"
+        raise ConfigError(wrong, where="--no-workers", fix="Leave one of them out")
+    if not no_workers and device == CPU:
+        workers = workers or default_workers
+    if not takes and not workers and device == CPU:
+        raise ConfigError(
+            "this host would give the mesh nothing: neither workers nor services",
+            where="--services",
+            fix="Give it --workers N, or --services shards,sandboxes",
+        )
+    return HostCapacity(workers, device, takes)

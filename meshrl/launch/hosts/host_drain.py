@@ -1,0 +1,105 @@
+"""The notice of a host that has joined: told to end, it has the mesh move everything away from it,
+for a while, and ends then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import MeshError, NotAllowed, NotFound
+from meshrl.launch.hosts.membership import Membership, connect_gateway
+
+POLL_S = 0.5
+CALL_TIMEOUT_S = 5.0
+# Without an answer of the head: it may be starting again, or have been told to end as well.
+HEAD_SILENCE_LIMIT_S = 15.0
+LEAVE_TIMEOUT_S = 15.0
+RETRY_S = 2.0
+UNREADY_LIMIT_S = 2.0  # between two starts of a process nothing of it runs
+
+
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+async def drain_host(
+    member: Membership, clock: Clock, timeout_s: float, unready_reason: Callable[[], str]
+) -> bool:
+    """Whether nothing is left on this host, after `for_s` at most; False at once when its own
+    processes have been told to end as well, which `hindered` shows for a while.
+    """
+    began = heard = clock.monotonic()
+    until = began + timeout_s
+    print_line(
+        f"{member.host} is told to end: everything moves away from it first, for {timeout_s:g} s"
+    )
+    drains, left, silence = False, [""], ""
+    works = began  # when it was last seen to do its work
+    async with connect_gateway(member.member_token) as line:
+        while (now := clock.monotonic()) < until:
+            if not (why := unready_reason()):
+                works = now
+            elif now - works > UNREADY_LIMIT_S:
+                print_line(f"{member.host} cannot wait, as what runs here has ended: {why}")
+                return False
+            try:
+                limit_s = min(CALL_TIMEOUT_S, until - now)
+                if not drains:  # what it asked as it came back may be answered after that
+                    await line.call(Gateway.drain, None, limit_s)
+                found = await line.call(Gateway.remaining, None, limit_s)
+            except (NotAllowed, NotFound) as error:
+                print_line(f"{member.host} is no member of the mesh any more: {error.message}")
+                return False
+            except MeshError as error:
+                if not silence:
+                    print_line(f"the head cannot be asked to move anything away: {error}")
+                silence = error.message
+                if clock.monotonic() - heard > HEAD_SILENCE_LIMIT_S:
+                    return False
+            else:
+                heard, silence, drains = clock.monotonic(), "", found.is_draining
+                if drains and not found.names:
+                    print_line(f"{member.host} is drained after {heard - began:.1f} s")
+                    return True
+                if found.names != left:
+                    left = found.names
+                    print_line(f"{member.host} waits for {', '.join(left)} to move away")
+            await clock.sleep(min(POLL_S, max(0.0, until - clock.monotonic())))
+    print_line(
+        f"{member.host} is not empty after {timeout_s:g} s: what is left begins anew elsewhere"
+    )
+    return False
+
+
+async def report_returned(member: Membership, clock: Clock, address: str) -> None:
+    """Has the mesh use this host again, and know where it is now; tries until it is told."""
+    silence = ""
+    async with connect_gateway(member.member_token) as line:
+        while True:
+            try:
+                if await line.call(Gateway.back, address):
+                    print_line(f"{member.host} is used again")
+                return
+            except (NotAllowed, NotFound):
+                return  # whoever watches the membership says so
+            except MeshError as error:
+                if error.message != silence:
+                    silence = error.message
+                    print_line(f"the head cannot be told that {member.host} is back: {error}")
+                await clock.sleep(RETRY_S)
+
+
+async def leave_mesh(member: Membership) -> bool:
+    """Has the mesh forget this host, which has ended; whether it does."""
+    async with connect_gateway(member.member_token) as line:
+        try:
+            await line.call(Gateway.leave, None, LEAVE_TIMEOUT_S)
+        except (NotAllowed, NotFound):
+            pass  # it knows the host no more
+        except MeshError as error:
+            print_line(f"the head cannot be told that {member.host} leaves: {error}")
+            return False
+    print_line(f"{member.host} has left the mesh")
+    return True

@@ -1,0 +1,372 @@
+"""`meshrl join`: this host gives its accelerators to a mesh, from now on or again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from meshrl.common.api.gateway import Gateway, HostAdmitted, JoinHost, RedisLocation
+from meshrl.common.base.errors import ConfigError, NotAllowed, NotFound, Refused
+from meshrl.common.base.host.interfaces import find_address, find_bind_interface
+from meshrl.common.base.host.settings import MeshSettings, parse_advertised_host
+from meshrl.common.base.release import read_release
+from meshrl.common.base.urls import Url
+from meshrl.common.mesh.access import access_token
+from meshrl.common.mesh.access.access_token import (
+    GATEWAY_PORT,
+    MAX_FILE_CHARS,
+    TOKEN_PREFIX,
+    AccessToken,
+    parse_gateway_address,
+)
+from meshrl.common.mesh.access.gateway_connection import GatewayConnection
+from meshrl.common.state.pool.scheduling import host_services
+from meshrl.directory import directory_paths, process_user
+from meshrl.directory.directory_paths import MeshPaths, find_root_pid
+from meshrl.directory.file_ownership import create_private_directory
+from meshrl.job.checks.host import devices
+from meshrl.launch import root_program
+from meshrl.launch.checks import address_checks
+from meshrl.launch.console import log_printer
+from meshrl.launch.directory_lock import DirectoryLocked
+from meshrl.launch.foreground import set_current_mesh
+from meshrl.launch.hosts import host_launcher, membership
+from meshrl.launch.hosts.host_launcher import HostShape
+from meshrl.launch.hosts.host_offer import MARKETS, HostOffer, apply_offer
+from meshrl.launch.hosts.membership import CA_FILE_NAME, Membership, connect_gateway
+from meshrl.launch.root_program import RootProgram
+from meshrl.launch.services import service_plan
+
+JOIN_ENV = "MESHRL_JOIN"  # the text of a token, or where it is
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+# Of fsspec's, those by which nobody on the way reads what comes.
+PRIVATE_SCHEMES = (
+    "abfs",
+    "abfss",
+    "adl",
+    "az",
+    "file",
+    "gcs",
+    "gs",
+    "https",
+    "s3",
+    "s3a",
+    "sftp",
+    "ssh",
+)
+
+
+def read_join_token(source: str | None) -> AccessToken:
+    """The ticket in a file, at a URL, in the standard input (`-`), or in $MESHRL_JOIN: a secret, so
+    never on a command line. ConfigError says what is wrong with it, NotFound that there is none.
+    """
+    if source is not None and source.strip().startswith(TOKEN_PREFIX):
+        raise ConfigError(
+            "a token on a command line is seen by everybody on this host, and in its history",
+            fix=f"Put it into a file (chmod 600), or ${JOIN_ENV}, or pipe it to `meshrl join -`",
+        )
+    told = source or os.environ.get(JOIN_ENV, "")
+    if not told:
+        raise NotFound(
+            "no token to join with was given",
+            fix="Copy mesh/join.token of the head here, or make one there with `meshrl token "
+            "create --host`; then `meshrl join FILE`",
+        )
+    if told == "-":
+        return access_token.read_token(
+            _require_token(sys.stdin.read(MAX_FILE_CHARS), "the standard input")
+        )
+    if "://" in told:
+        return access_token.read_token(_require_token(_fetch_token(told), told))
+    return access_token.read_token(told)
+
+
+def _fetch_token(url: str) -> str:
+    import fsspec
+
+    at = Url.parse(url)
+    near, scheme = at.scheme == "http" and at.hostname in LOCAL_HOSTS, url.partition("://")[0]
+    if (
+        scheme not in PRIVATE_SCHEMES and not near
+    ):  # nor is a chain of fsspec's, as zip://*::http://HOST
+        raise ConfigError(
+            f"a token is a secret, and {scheme}:// shows it to the network, or may",
+            fix=f"https, or one of {', '.join(PRIVATE_SCHEMES)}",
+        )
+    try:
+        files, path = fsspec.core.url_to_fs(url)  # `fsspec.open` takes a ? for a pattern
+        with files.open(path, "rb") as file:
+            content: bytes = file.read(MAX_FILE_CHARS)
+            return content.decode()
+    except (OSError, ValueError, ImportError, UnicodeDecodeError) as error:
+        told = Url.parse(url)
+        said = told.redact(str(error))
+        raise ConfigError(f"no token can be read there: {said}", where=told.public_url) from None
+
+
+def _require_token(text: str, source: str) -> str:
+    if not text.strip().startswith(TOKEN_PREFIX):
+        raise ConfigError(
+            f"what is there is no token, which begins with {TOKEN_PREFIX}",
+            where=Url.parse(source).public_url,
+        )
+    return text
+
+
+T = TypeVar("T")
+
+LOG_NAME = "hosting"  # of the root process
+HOST_PROGRAM = RootProgram(
+    "meshrl.launch.hosts.host_launcher",
+    LOG_NAME,
+    120.0,
+    "this host's part did not start",
+    "it is not up",
+)
+
+
+def join_mesh(
+    token_source: str | None,
+    root: Path | None,
+    offer: HostOffer,
+    foreground: bool,
+    head_address: str = "",
+    health_address: str = "",
+    drain_timeout_s: float = 0.0,
+) -> int:
+    """Joins, or comes back where it had joined before; with `foreground` it returns when this
+    host's part of the mesh has ended, with its exit status. `head`: NAME[:PORT] by which this host
+    reaches the gateway from now on; empty: as the token says, or as it did before. `health`:
+    HOST:PORT, where the host as a whole is asked how it is; empty: nowhere. `drain_s`: with
+    `foreground` it drains for so long when it is told to end.
+    """
+    began_s = time.time()
+    place = MeshPaths((root or directory_paths.find_mesh_home()).absolute())
+    process_user.ensure_home(place.process_home)
+    if foreground:
+        log_printer.start_printing(place, LOG_NAME)
+    if offer.interface and not find_address(offer.interface):
+        raise ConfigError(
+            f"no interface {offer.interface} with an address",
+            where="--interface",
+            fix="Take one that `ip address` shows with an address",
+        )
+    known = membership.read_membership(place)
+    if place.settings.is_file() and known is None:
+        raise Refused(
+            f"{place.root} is the head of a mesh of its own", fix="Name another directory: --root"
+        )
+    if find_root_pid(place):
+        host = known.host if known is not None else "a host"
+        raise DirectoryLocked(
+            f"{host} runs in {place.root} already, and is in its mesh",
+            fix="`meshrl leave` ends that; --root DIR joins as another host",
+        )
+    devices.find_usable_devices(offer.device, offer.workers)
+    if offer.market not in MARKETS:
+        raise ConfigError(f"{offer.market!r} is no market", fix=f"Take one of {', '.join(MARKETS)}")
+    if known is not None and offer.ephemeral and (token_source or os.environ.get(JOIN_ENV)):
+        known = drop_stale_membership(
+            place, known.with_address(_resolve_head_address(head_address, known.address))
+        )
+    if known is not None and place.settings.is_file():
+        back = HostShape.read(place)
+        if (
+            now := replace(
+                known.with_address(_resolve_head_address(head_address, known.address)),
+                invitation="",
+            )
+        ) != known:
+            now.write(place)
+        if head_address:
+            _refresh_location(place, now)
+        _update_addresses(place, now, back, offer)
+        print(f"{known.host} comes back", flush=True)
+    else:
+        back = None
+        _request_membership(
+            place, _choose_membership(known, token_source, head_address), offer, began_s
+        )
+    set_current_mesh(place)
+    os.environ.pop(JOIN_ENV, None)  # nothing that runs here needs the token
+    if foreground:
+        return asyncio.run(host_launcher.serve_host(place.root, health_address, drain_timeout_s))
+    root_program.start_in_background(HOST_PROGRAM, place, "--health", health_address)
+    took = "" if back is not None else f" in {time.time() - began_s:.1f} s"
+    host = MeshSettings.from_file(place.settings).host
+    print(f"{host} is in the mesh{took}; `meshrl leave` ends that")
+    return 0
+
+
+def drop_stale_membership(mesh_paths: MeshPaths, member: Membership) -> Membership | None:
+    """`known`, or None when the mesh has forgotten that host: then so does the host, to join as
+    another. A container that is started again finds what it wrote before, however long it was away.
+    """
+    if not mesh_paths.settings.is_file():
+        return member  # it has not been answered yet
+    try:
+        call_gateway(member.member_token, lambda line: line.call(Gateway.membership, None))
+    except NotAllowed:
+        print(f"the mesh knows {member.host} no more", flush=True)
+        membership.delete_membership(mesh_paths)
+        return None
+    return member
+
+
+def _choose_membership(
+    pending: Membership | None, token_source: str | None, head_address: str
+) -> Membership:
+    """By the token of a try that was interrupted, unless another one is given."""
+    if pending is not None and token_source is None and not os.environ.get(JOIN_ENV):
+        return pending.with_address(_resolve_head_address(head_address, pending.address))
+    token = read_join_token(token_source)
+    same = pending is not None and pending.invitation == token.secret
+    member = pending if pending is not None and same else Membership.create(token)
+    return member.with_address(_resolve_head_address(head_address, token.address))
+
+
+def _resolve_head_address(head_address: str, address: str) -> str:
+    """The address of --head, whose port is by default that of `address`; empty: none was named."""
+    port = urlsplit(address).port or GATEWAY_PORT
+    return parse_gateway_address(head_address, port, "--head") if head_address else ""
+
+
+def _request_membership(
+    mesh_paths: MeshPaths, member: Membership, offer: HostOffer, started_s: float
+) -> None:
+    """Asks the gateway to let this host in, and writes what it is told. Its name and its own key
+    are written first: asked again after an interruption, the mesh knows them.
+    """
+    ticket = member.invitation_token
+    bind = _choose_bind_endpoint(ticket, offer.listen, offer.advertise, offer.workers)
+    create_private_directory(mesh_paths.directory)
+    member.write(mesh_paths)
+    address = parse_advertised_host(offer.advertise or bind)
+    print(f"asks the mesh at {ticket.address} to let this host in", flush=True)
+    about = (address, offer.workers, offer.accepts_standby, read_release(), offer.ephemeral)
+    request = JoinHost(member.host, member.public_key, *about)
+    try:
+        told = call_gateway(ticket, lambda line: line.call(Gateway.join, request))
+    except (Refused, NotAllowed, ConfigError):
+        mesh_paths.membership.unlink()
+        raise
+    _write_configuration(mesh_paths, member, bind, offer, told, started_s)
+    replace(member, invitation="").write(mesh_paths)
+
+
+def _write_configuration(
+    mesh_paths: MeshPaths,
+    member: Membership,
+    bind: str,
+    offer: HostOffer,
+    admission: HostAdmitted,
+    started_s: float,
+) -> None:
+    shape = HostShape(
+        workers=offer.workers,
+        device=offer.device,
+        prefix=admission.prefix,
+        planner=admission.planner,
+        listen=offer.listen,
+        ephemeral=offer.ephemeral,
+        takes=host_services.ALL_SERVICES
+        if offer.accepted_services is None
+        else offer.accepted_services,
+        asked_s=started_s,
+        **dict(offer.of_shape.values()),
+    )
+    shape.write(mesh_paths)
+    settings = MeshSettings(
+        redis_url=admission.redis_url,
+        run_root=str(mesh_paths.root),
+        bind=bind,
+        host=member.host,
+        secret=admission.secret,
+        joinable=True,
+        authority=_write_ca_file(mesh_paths, admission.authority),
+        advertise=offer.advertise,
+        interface=offer.interface or find_bind_interface(bind, offer.advertise),
+        **dict(offer.of_settings.values()),
+    )
+    replace(settings, **_filter_known_settings(admission.settings)).to_file(mesh_paths.settings)
+
+
+def _update_addresses(
+    mesh_paths: MeshPaths, member: Membership, shape: HostShape, offer: HostOffer
+) -> None:
+    """Takes what the command was told, and works out anew where this host is reached: a container
+    has another address at each start.
+    """
+    shape, settings, kept = apply_offer(shape, MeshSettings.from_file(mesh_paths.settings), offer)
+    if kept:
+        print(
+            f"{member.host} stays what it joined as: {', '.join(kept)}. For something else "
+            "`meshrl leave` first, then join with a new token",
+            flush=True,
+        )
+    listen, advertise = offer.listen or shape.listen, offer.advertise or settings.advertise
+    bind = _choose_bind_endpoint(member.member_token, listen, advertise, shape.workers)
+    replace(shape, listen=listen).write(mesh_paths)
+    interface = offer.interface or find_bind_interface(bind, advertise) or settings.interface
+    replace(settings, bind=bind, advertise=advertise, interface=interface).to_file(
+        mesh_paths.settings
+    )
+
+
+def _choose_bind_endpoint(token: AccessToken, listen: str, advertise: str, workers: int) -> str:
+    """Where the processes of this host listen, which has room for them. ConfigError."""
+    bind = address_checks.resolve_listen_endpoint(
+        listen or address_checks.find_local_address(token.address), advertise
+    )
+    address_checks.require_free_ports(bind, service_plan.count_host_ports(max(1, workers)))
+    return bind
+
+
+def _refresh_location(mesh_paths: MeshPaths, member: Membership) -> None:
+    """Where Redis is may have changed with the head."""
+    print(f"asks the mesh at {member.address} where it is now", flush=True)
+    asked = None
+    try:
+        told = call_gateway(member.member_token, lambda line: line.call(Gateway.whereabouts, asked))
+    except NotAllowed as error:
+        raise host_launcher.make_expelled_error(member.host) from error
+    write_location(mesh_paths, told)
+
+
+def write_location(mesh_paths: MeshPaths, location: RedisLocation) -> None:
+    """Puts what was told anew into the settings of a host that comes back."""
+    authority = _write_ca_file(mesh_paths, location.authority)
+    before = MeshSettings.from_file(mesh_paths.settings)
+    now = replace(before, redis_url=location.redis_url, authority=authority)
+    replace(now, **_filter_known_settings(location.settings)).to_file(mesh_paths.settings)
+
+
+def _write_ca_file(mesh_paths: MeshPaths, ca_pem: str) -> str:
+    """The file of the certificate that Redis' is signed with; empty: there is none."""
+    path = mesh_paths.directory / CA_FILE_NAME
+    if ca_pem:
+        path.write_text(ca_pem)
+    return str(path) if ca_pem else ""
+
+
+def _filter_known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings that all hosts share which this version knows."""
+    known = MeshSettings.__dataclass_fields__
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def call_gateway(token: AccessToken, request: Callable[[GatewayConnection], Awaitable[T]]) -> T:
+    """What the gateway of a mesh answers to the holder of a token."""
+
+    async def asking() -> T:
+        async with connect_gateway(token) as line:
+            return await request(line)
+
+    return asyncio.run(asking())

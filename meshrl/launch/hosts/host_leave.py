@@ -1,0 +1,44 @@
+"""`meshrl leave`: this host ends its part of the mesh, which forgets it, and it the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshrl.common.api.gateway import Gateway
+from meshrl.common.base.errors import DeadlineExceeded, NotAllowed, NotFound, PeerLost
+from meshrl.directory.directory_paths import MeshPaths, find_mesh
+from meshrl.launch import shutdown
+from meshrl.launch.hosts import membership
+from meshrl.launch.hosts.host_join import call_gateway
+
+CALL_TIMEOUT_S = 30.0
+
+
+def leave_mesh(root: Path | None, force: bool) -> None:
+    """Ends what runs here in order, then has the mesh forget the host. With `force` the host
+    forgets the mesh also when the head cannot be told.
+    """
+    place = MeshPaths(root.absolute()) if root is not None else find_mesh(None)
+    member = membership.read_membership(place)
+    if member is None:
+        raise NotFound(
+            f"no host in {place.root} has joined a mesh",
+            fix="`meshrl down` stops a mesh; `meshrl leave --root DIR` names a host's directory",
+        )
+    shutdown.stop_root_process(place, leave_mesh=True)
+    try:
+        call_gateway(
+            member.member_token, lambda line: line.call(Gateway.leave, None, CALL_TIMEOUT_S)
+        )
+    except (NotAllowed, NotFound):
+        pass  # it knows the host no more
+    except (PeerLost, DeadlineExceeded) as error:
+        if not force:
+            raise type(error)(
+                f"the head cannot be told that {member.host} leaves: {error.message}",
+                where=error.where,
+                fix="Try again, or --force: then `meshrl keys revoke "
+                f"{member.host}` at the head makes it forget this host",
+            ) from error
+    membership.delete_membership(place)
+    print(f"{member.host} has left the mesh")

@@ -1,0 +1,83 @@
+"""What a host that comes back gives from then on: what it was when it joined, but for what it is
+told now and the head need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.launch.hosts.host_launcher import HostShape
+
+GIB, MB = 1 << 30, 10**6
+MARKETS = ("reserved", "spot", "lent")
+
+
+@dataclass(frozen=True)
+class HostOffer:
+    workers: int = 1
+    device: str = "cpu"
+    listen: str = ""  # by which others reach it; empty: as it reaches the head
+    metrics: str = "127.0.0.1:*"
+    market: str = "reserved"
+    memory_gib: float = 0.0
+    disk_gib: float = 0.0
+    accepts_standby: bool = True
+    interface: str = ""  # by which ranks on other hosts reach this one's; empty: that of `listen`
+    network: str = ""  # of hosts that a gang may span; empty: the head's
+    cache_gib: float = 64.0  # of chunks of weights
+    accepted_services: tuple[str, ...] | None = (
+        None  # services that may be placed here; None: as before, all
+    )
+    advertise: str = ""  # the name by which others reach it; empty: the address in `listen`
+    ephemeral: bool = False  # it leaves when it ends; away for `pool.gone_s`, it is forgotten
+    upload_mb_per_s: float = 0.0  # megabytes a second that its processes send; 0: as many as can be
+    download_mb_per_s: float = 0.0  # and receive
+    given_options: Collection[
+        str
+    ] = ()  # parameters of the command that were given; others are defaults
+
+    @property
+    def of_shape(self) -> dict[str, tuple[str, Any]]:
+        """Fields of the host's shape, with their values, by the parameters that tell them."""
+        return {
+            "market": ("market", self.market),
+            "memory": ("memory_bytes", int(self.memory_gib * GIB)),
+            "disk": ("disk_bytes", int(self.disk_gib * GIB)),
+        }
+
+    @property
+    def of_settings(self) -> dict[str, tuple[str, Any]]:
+        """The same of its settings."""
+        return {
+            "cache": ("chunks_bytes", int(self.cache_gib * GIB)),
+            "rate_up": ("rate_up", int(self.upload_mb_per_s * MB)),
+            "rate_down": ("rate_down", int(self.download_mb_per_s * MB)),
+            "metrics": ("metrics", self.metrics),
+            "network": ("network", self.network),
+        }
+
+
+def apply_offer(
+    shape: HostShape, settings: MeshSettings, offer: HostOffer
+) -> tuple[HostShape, MeshSettings, list[str]]:
+    """Shape and settings of a host that joined with these, and has come back with `offer`; and the
+    options which say something that the head would have to know, as they were when it joined.
+    """
+    named = set(offer.given_options)
+    if offer.accepted_services is not None:
+        shape = replace(shape, takes=offer.accepted_services)
+    shape = replace(shape, **dict(of for name, of in offer.of_shape.items() if name in named))
+    told = dict(of for name, of in offer.of_settings.items() if name in named)
+    settings, kept = replace(settings, **told), []
+    if {"workers", "no_workers"} & named and offer.workers != shape.workers:
+        kept.append(f"--workers {shape.workers}")
+    if "device" in named and offer.device != shape.device:
+        kept.append(f"--device {shape.device}")
+    if offer.ephemeral and not shape.ephemeral:
+        kept.append("not --ephemeral")
+    if not offer.accepts_standby and shape.planner:
+        kept.append("--standby")
+    return shape, settings, kept

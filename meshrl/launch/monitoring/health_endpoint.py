@@ -1,0 +1,265 @@
+"""`--health HOST:PORT`: the root process of a host answers for all of it.
+
+`/livez`: its own event loop runs. `/readyz`: the host does its work, else the reason in words.
+`/metrics`: the pages of all its processes in one, and at the head the mesh's own figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.host.listen_addresses import parse_listen_address, parse_socket_host
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.telemetry.exposition import Exposition
+from meshrl.common.mesh.telemetry.metrics_endpoint import MetricsEndpoint, make_health_page
+from meshrl.launch.monitoring.host_health import POLL_S, HostHealth, MonitoredProcess
+from meshrl.launch.root_process import RootProcess
+from meshrl.view import disk_full
+from meshrl.view.metrics.mesh_gauges import make_metric_families, read_head_snapshot
+
+PAGE_CACHE_S = 1.0  # several monitors, and one that asks in haste, cost the processes one answer
+SHARED_MEMORY = Path("/dev/shm")
+SCRAPE_TIMEOUT_S = 1.0  # a process that takes longer counts as one that is down
+MAX_PAGE_BYTES = 8 << 20  # a page is some 10 kB
+ANY_INTERFACE = ("", "0.0.0.0", "::")  # an interface that is all of them
+GET_METRICS = b"GET /metrics HTTP/1.0\r\n\r\n"
+OWN_LABELS = ("service", "kind", "job")
+
+
+class HostMetricsPage:
+    """Made anew for who asks, once a second at most. Called by the endpoint's threads."""
+
+    def __init__(
+        self,
+        name: str,
+        health: HostHealth,
+        clock: Clock,
+        metrics_address: Callable[[], str],
+        root: Path,
+    ) -> None:
+        """`name`: the root process's own. `where`: as `mesh.metrics` of this host; empty: not
+        known yet.
+        """
+        self._name, self._health, self._clock = name, health, clock
+        self._metrics_address, self._root = metrics_address, root
+        self._lock = Lock()
+        self._cached_page: tuple[int, str, bytes] = (503, "", b"")
+        self._cached_at_s = -PAGE_CACHE_S
+
+    def render(self) -> tuple[int, str, bytes]:
+        with self._lock:
+            if self._clock.monotonic() - self._cached_at_s >= PAGE_CACHE_S:
+                self._cached_page = self._render_page()
+                self._cached_at_s = self._clock.monotonic()
+            return self._cached_page
+
+    def _render_page(self) -> tuple[int, str, bytes]:
+        merged, standing, where = MergedExposition(), self._health, self._metrics_address()
+        root = {"service": self._name, "kind": "root", "job": ""}
+        gauges = {
+            "live": not standing.explain_not_live(),
+            "ready": not standing.explain_not_ready(),
+            "loop_lag_seconds": standing.watchdog.current_lag_s,
+        }
+        merged.add(Exposition(labels=root, counters={}, gauges=gauges).collect())
+        processes, ups = standing.list_processes() if where else [], [(root, True)]
+        for process, page in zip(processes, scrape_pages(processes, where), strict=True):
+            ups.append((process.labels, _add_process_page(merged, page, process.labels)))
+        merged.add([_make_gauge("up", "1 for a process that answers, or lives by its lease", ups)])
+        merged.add(self._collect_host())
+        if (head := standing.find_head_snapshot()) is not None:
+            merged.add(make_metric_families(head))
+        return merged.render()
+
+    def _collect_host(self) -> Iterator[Any]:
+        answers, head = not self._health.redis_silence_reason, self._health.find_head_snapshot()
+        yield _make_gauge("redis_up", "1 while Redis answers this host", [({}, answers)])
+        runs = [Path(job.run_dir).parent for job in head.mesh.jobs if job.run_dir] if head else []
+        disks = list(_list_file_systems([self._root, *runs, SHARED_MEMORY]))
+        free = [({"path": str(p)}, free) for p, free, _ in disks]
+        size = [({"path": str(p)}, size) for p, _, size in disks]
+        yield _make_gauge("disk_free_bytes", "What may still be written there", free)
+        yield _make_gauge("disk_size_bytes", "The size of that file system", size)
+
+
+def _add_process_page(
+    merged: MergedExposition, page: str | None, labels: Mapping[str, str]
+) -> bool:
+    """Whether the process is up whose page this is, which is added if it has one."""
+    try:
+        merged.add_page(page or "", labels)
+    except ValueError:
+        return False
+    return page is not None
+
+
+def _list_file_systems(paths: Iterable[Path]) -> Iterator[tuple[Path, int, int]]:
+    """(path, free, size) of each file system, once."""
+    seen: set[int] = set()
+    for path in paths:
+        with suppress(OSError):  # it is not there
+            device = os.stat(path).st_dev
+            if device not in seen:
+                found = os.statvfs(path)
+                yield path, disk_full.measure_free_bytes(path), found.f_blocks * found.f_frsize
+                seen.add(device)
+
+
+def _make_gauge(name: str, description: str, rows: Iterable[tuple[dict[str, str], float]]) -> Any:
+    from prometheus_client.metrics_core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"meshrl_{name}", description)
+    for labels, number in rows:
+        family.add_sample(family.name, labels, float(number))
+    return family
+
+
+class MergedExposition:
+    """One valid exposition of what is added to it."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}  # by the name that its TYPE line has
+
+    def add_page(self, text: str, labels: Mapping[str, str]) -> None:
+        """The page of one process, whose `service` and `kind` these are; a sample that names no job
+        has that of `labels`. ValueError, and nothing is added: it is no page of metrics.
+        """
+        from prometheus_client.parser import text_string_to_metric_families
+
+        own = {name: labels.get(name, "") for name in OWN_LABELS}
+        try:
+            families = list(text_string_to_metric_families(text))
+        except (KeyError, IndexError, AttributeError) as error:  # of its parser, too
+            raise ValueError(f"no page of metrics: {error}") from error
+        for family in families:
+            family.samples = [
+                s._replace(labels={**s.labels, **own, "job": s.labels.get("job") or own["job"]})
+                for s in family.samples
+            ]
+            self.add([family])
+
+    def add(self, families: Iterable[Any]) -> None:
+        """Families of `prometheus_client`, with the labels that they have."""
+        for family in families:
+            header = family.name + ("_total" if family.type == "counter" else "")
+            known = self._families.setdefault(header, family)
+            if known is not family:
+                known.samples += family.samples
+                if known.type != family.type:  # of two kinds of processes: it is what neither says
+                    known.type = "unknown"
+
+    def collect(self) -> Iterable[Any]:
+        """The families, as `prometheus_client` asks a collector for them."""
+        return self._families.values()
+
+    def render(self) -> tuple[int, str, bytes]:
+        from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+        return 200, CONTENT_TYPE_LATEST, generate_latest(self)
+
+
+def scrape_pages(processes: Sequence[MonitoredProcess], metrics_address: str) -> list[str | None]:
+    """The page that each process answers with in `ANSWER_S`, empty if it has none; None: it is
+    down. `where`: as `mesh.metrics`, of this host. Only it is asked, whatever address a record has.
+    """
+
+    async def all_pages() -> list[str | None]:
+        return list(
+            await asyncio.gather(
+                *(_scrape_process(process, metrics_address) for process in processes)
+            )
+        )
+
+    return asyncio.run(all_pages())
+
+
+async def _scrape_process(process: MonitoredProcess, metrics_address: str) -> str | None:
+    if not process.is_alive or not process.metrics_address:
+        return "" if process.is_alive else None
+    host, family = parse_socket_host(parse_listen_address(metrics_address, "mesh.metrics")[0])
+    if host in ANY_INTERFACE:
+        host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    try:
+        async with asyncio.timeout(SCRAPE_TIMEOUT_S):
+            return await _fetch_page(host, urlsplit(process.metrics_address).port or 0)
+    except (OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+        return None
+
+
+async def _fetch_page(host: str, port: int) -> str:
+    """ValueError when what answers there is no page."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(GET_METRICS)
+        await writer.drain()
+        answer = bytearray()
+        while part := await reader.read(1 << 16):
+            answer += part
+            if len(answer) > MAX_PAGE_BYTES:
+                raise ValueError("it does not end")
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
+    head, _, body = bytes(answer).partition(b"\r\n\r\n")
+    if head.split(b" ")[1:2] != [b"200"]:
+        raise ValueError("it does not answer with a page")
+    return body.decode()
+
+
+HEALTH_OPTION = "--health"
+
+
+@asynccontextmanager
+async def serve_health(
+    root: RootProcess,
+    stop: asyncio.Event,
+    address: str,
+    is_head: bool,
+    *,
+    stall_s: float = MeshSettings.stall_s,
+    poll_s: float = POLL_S,
+) -> AsyncIterator[str]:
+    """Answers at `where` (HOST:PORT; empty: nowhere) from before the host starts until it has
+    ended; yields its address. `stall_s`: that its loop may stand still; `look_s`: between two looks
+    at Redis. ConfigError when the port is taken.
+    """
+    if not address:
+        yield ""
+        return
+    of_mesh = partial(read_head_snapshot, mesh_paths=root.mesh_paths) if is_head else None
+    standing = HostHealth(root, stop, of_mesh, stall_s, poll_s)
+
+    def metrics() -> str:
+        return root.connection[1].metrics if root.connection is not None else ""
+
+    name = "launcher" if is_head else "hosting"
+    pages = {
+        "/metrics": HostMetricsPage(
+            name, standing, root.clock, metrics, root.mesh_paths.root
+        ).render,
+        "/livez": make_health_page(standing.explain_not_live),
+        "/readyz": make_health_page(standing.explain_not_ready),
+    }
+    endpoint = MetricsEndpoint(address, "", root.host, pages, HEALTH_OPTION)
+    tasks = [
+        asyncio.create_task(standing.watch_root_process()),
+        asyncio.create_task(standing.poll_forever()),
+    ]
+    try:
+        yield endpoint.address
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        endpoint.close()

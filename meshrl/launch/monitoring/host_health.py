@@ -1,0 +1,156 @@
+"""How a host stands as a whole: what its root process knows by itself, and what it reads of Redis
+now and then. Written on the event loop, read by the endpoint's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError, StateUnavailable
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.telemetry.watchdog import Watchdog
+from meshrl.common.state import registry
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.redis.client import StateClient
+from meshrl.launch.root_process import RootProcess
+from meshrl.view.metrics.mesh_gauges import HeadSnapshot
+
+POLL_S = 5.0  # between two looks: each reads the whole registry, which may have thousands of rows
+UNREADY_POLL_S = 1.0  # while the host is not as it should be
+REDIS_TIMEOUT_S = 4.0
+MAX_AGE_S = 30.0  # what was seen of the mesh is true no more once it is older
+
+ReadHead = Callable[[StateClient], Awaitable[HeadSnapshot]]
+
+
+@dataclass(frozen=True)
+class MonitoredProcess:
+    """One that runs on this host, or that should."""
+
+    service: str
+    kind: str
+    job: str = ""
+    metrics_address: str = ""  # where it serves its page; empty: nowhere
+    is_alive: bool = True  # it renews its lease
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return {"service": self.service, "kind": self.kind, "job": self.job}
+
+
+@dataclass(frozen=True)
+class HostSnapshot:
+    entries: tuple[registry.RegistryEntry, ...] = ()  # of this host, those with a lease
+    drain_reason: str = ""  # why nothing new is placed here; empty: something may be
+    head: HeadSnapshot | None = None
+    taken_at_s: float = 0.0
+
+
+class HostHealth:
+    """Whether the host lives and is ready, and which processes it has."""
+
+    def __init__(
+        self,
+        root: RootProcess,
+        stop: asyncio.Event,
+        read_head: ReadHead | None,
+        stall_s: float,
+        poll_s: float,
+    ) -> None:
+        """`stop` is set once the host is to end. `of_mesh` looks at the mesh, at its head."""
+        self._root, self._stop, self._read_head = root, stop, read_head
+        self._clock: Clock = root.clock
+        self.watchdog = Watchdog(root.clock, stall_s)
+        self._poll_s = poll_s
+        self.snapshot = HostSnapshot()
+        self.redis_silence_reason = "nobody has asked Redis yet"  # why Redis is not known to answer
+        self._unready_reason = ""
+        self._planned_services: tuple[str, ...] = ()
+        self._is_ready = False
+
+    async def watch_root_process(self) -> None:
+        """Notes how the root process runs. Never returns."""
+        while True:
+            self._is_ready = self._root.is_ready
+            self._unready_reason = self._root.unready_reason if self._is_ready else ""
+            self._planned_services = tuple(self._root.planned_services)
+            await self.watchdog.next_tick()
+
+    async def poll_forever(self) -> None:
+        """Reads what Redis tells of this host, again and again. Never returns."""
+        while True:
+            if (reached := self._root.connection) is not None:
+                await self._poll(*reached)
+            await self._clock.sleep(UNREADY_POLL_S if self.explain_not_ready() else self._poll_s)
+
+    async def _poll(self, state: StateClient, settings: MeshSettings) -> None:
+        try:
+            async with self._clock.timeout(REDIS_TIMEOUT_S, "looking at this host's processes"):
+                found = await registry.list_entries(state)
+                draining = (await pool.read_drain_reasons(state)).get(settings.host, "")
+                mesh = await self._read_head(state) if self._read_head is not None else None
+        except (StateUnavailable, DeadlineExceeded) as error:
+            self.redis_silence_reason = f"Redis does not answer: {error.message}"
+        except MeshError as error:  # it lets this host in no more, or takes no writes
+            self.redis_silence_reason = f"Redis refuses: {error.message}"
+        except Exception as error:  # of a bad row, or of Redis itself: the next look may be whole
+            if self.redis_silence_reason != (why := f"what Redis holds cannot be read: {error!r}"):
+                traceback.print_exc()
+            self.redis_silence_reason = why
+        else:
+            here = tuple(e for e in found if e.host == settings.host and e.alive)
+            self.snapshot = HostSnapshot(here, draining, mesh, self._clock.monotonic())
+            self.redis_silence_reason = ""
+
+    # -- for threads -------------------------------------------------------------------------------
+
+    def explain_not_live(self) -> str:
+        """Why the root process should be started again; empty if it should not."""
+        return self.watchdog.explain_stall()
+
+    def explain_not_ready(self) -> str:
+        """Why nobody should count on this host now; empty if it is ready."""
+        if why := self.explain_not_live():
+            return why
+        if self._stop.is_set():
+            return "it is ending"
+        if self._root.failed.is_set():
+            return f"it has given up: {self._root.failure_reason}"
+        if not self._is_ready:
+            return "it is starting"
+        if why := self._unready_reason or self.redis_silence_reason:
+            return why
+        if (age_s := self._snapshot_age_s()) > MAX_AGE_S:
+            return f"nobody has asked Redis for {age_s:.0f} s"
+        if self.snapshot.drain_reason:
+            return f"it is draining: {self.snapshot.drain_reason}"
+        silent = [p.service for p in self.list_processes() if not p.is_alive]
+        return f"{', '.join(silent)} renews no lease" if silent else ""
+
+    def list_processes(self) -> list[MonitoredProcess]:
+        """Those of this host that live by their leases, and services that should and do not."""
+        alive = [
+            MonitoredProcess(e.name, e.kind, str(e.stats.get("job") or ""), e.metrics)
+            for e in self.snapshot.entries
+        ]
+        names = {process.service for process in alive}
+        return alive + [
+            MonitoredProcess(name, name.partition("/")[0], is_alive=False)
+            for name in self._planned_services
+            if name not in names
+        ]
+
+    def find_head_snapshot(self) -> HeadSnapshot | None:
+        """The mesh as it was seen within the last seconds; None: that is not known."""
+        return (
+            None
+            if self.redis_silence_reason or self._snapshot_age_s() > MAX_AGE_S
+            else self.snapshot.head
+        )
+
+    def _snapshot_age_s(self) -> float:
+        return self._clock.monotonic() - self.snapshot.taken_at_s

@@ -1,1 +1,0 @@
-"""What a host as a whole shows to those who operate it. Open `outward.py` first."""

@@ -1,0 +1,38 @@
+"""What a Redis needs that somebody else starts for a mesh, as in a container of its own: its
+certificate, its users, and the URL by which the mesh's head reaches it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import secrets
+from pathlib import Path
+
+from meshrl.common.base.files import documents
+from meshrl.launch.redis.access import certificates
+
+USERS_FILE, URL_FILE = "users.acl", "url"
+REDIS_USER = "mesh"
+PASSWORD_BYTES = 32
+
+
+def write_redis_files(directory: Path, host: str, port: int, now: datetime.datetime) -> None:
+    """Puts the files into the directory, for this user alone: `authority.pem`, `redis.pem` and
+    `redis-key.pem` for `--tls-ca-cert-file`, `--tls-cert-file` and `--tls-key-file`, `users.acl`
+    for `--aclfile`, and `url` for $MESHRL_REDIS_URL.
+    """
+    certificates.issue_certificate(directory, [host], now)
+    # The one certificate lasts as long as its authority: nobody is to be able to make another.
+    (directory / certificates.CA_KEY_FILE).unlink()
+    password = secrets.token_hex(PASSWORD_BYTES)
+    digest = hashlib.sha256(password.encode()).hexdigest()
+    # Nobody is `default`, which is off. But as `default` the server loads its own file, and leaves
+    # out, without an error, what that may not do: so it may do all.
+    users = [
+        "user default off resetpass ~* &* +@all",
+        f"user {REDIS_USER} on #{digest} ~* &* +@all",
+    ]
+    documents.write_bytes(directory / USERS_FILE, "".join(f"{line}\n" for line in users).encode())
+    url = f"rediss://{REDIS_USER}:{password}@{host}:{port}/0"
+    documents.write_bytes(directory / URL_FILE, f"{url}\n".encode())

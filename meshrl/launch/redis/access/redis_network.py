@@ -1,0 +1,148 @@
+"""Where hosts that join a mesh reach its Redis: a port with TLS, by a server that can do that."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.base.files import documents
+from meshrl.common.base.host.listen_addresses import (
+    WILDCARD_HOSTS,
+    AddressInUse,
+    parse_listen_address,
+)
+from meshrl.common.base.host.settings import parse_advertised_host
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.embedded_server import ServerListener
+
+PORT_FILE = "redis-port.json"  # in the mesh's directory: hosts that have joined come back to it
+REPAIR_HINT = (
+    "Remove it: hosts that have joined come back only where Redis gets the same port again"
+)
+
+
+@dataclass(frozen=True)
+class RedisNetwork:
+    """Of a mesh with several hosts. `listen` and `advertise` are as in its settings (`bind`,
+    `advertise`); `head` is what Redis is told of the head's own processes.
+    """
+
+    head: AdmittedHost
+    listen: str
+    advertise: str = ""
+
+    @property
+    def reachable_host(self) -> str:
+        """As others reach the head. ConfigError: they are told of no address."""
+        host = parse_advertised_host(self.advertise) or self._listen_range[0]
+        if host in WILDCARD_HOSTS:
+            raise ConfigError(
+                f"{host} is where the head listens, and no address at which others reach it",
+                where="--listen",
+                fix="Name one of its addresses, or beside it --advertise HOST",
+            )
+        return host
+
+    @property
+    def _listen_range(self) -> tuple[str, range]:
+        host, among = parse_listen_address(self.listen, "--listen")
+        return "0.0.0.0" if host == "*" else host, among
+
+    def make_listener(self, directory: Path, now: datetime.datetime | None) -> ServerListener:
+        """Where a server is to listen; since `now` with TLS, and a new certificate in the mesh's
+        directory.
+        """
+        host, among = self._listen_range
+        port = _choose_port(directory / PORT_FILE, host, among)
+        if now is None:
+            return ServerListener(host, port)
+        from meshrl.launch.redis.access import certificates as made
+
+        made.issue_certificate(directory, list(dict.fromkeys([self.reachable_host, host])), now)
+        files = (made.CERTIFICATE_FILE, made.KEY_FILE, made.CA_FILE)
+        return ServerListener(host, port, *(str((directory / file).resolve()) for file in files))
+
+    def format_url(self, listener: ServerListener) -> str:
+        """At which hosts that join reach it, without user and password."""
+        host = (
+            f"[{self.reachable_host}]"
+            if ":" in self.reachable_host and "[" not in self.reachable_host
+            else self.reachable_host
+        )
+        return f"{listener.scheme}://{host}:{listener.port}/0"
+
+
+def is_port_taken(listener: ServerListener) -> bool:
+    """Whether another process listens there, as no server of ours does. ConfigError: nobody can."""
+    return not _find_free_port(listener.host.strip("[]"), listener.port)
+
+
+def is_loopback_only(listen: str) -> bool:
+    """Whether nobody outside this machine reaches what listens there."""
+    return embedded_server.is_loopback(parse_listen_address(listen, "--listen")[0])
+
+
+def resolve_remote_url(url: str, listen: str) -> tuple[str, str]:
+    """At which hosts that join reach a server that is the user's, and the file of its authority.
+    ConfigError: they cannot, or would send it passwords in the clear.
+    """
+    bare, authority = embedded_server.strip_credentials(url)
+    scheme, _, rest = bare.partition("://")
+    host = rest.partition("/")[0].rpartition(":")[0] or rest.partition("/")[0]
+    near = scheme == "unix" or embedded_server.is_loopback(host)
+    if (near or scheme != "rediss") and not (near and is_loopback_only(listen)):
+        raise ConfigError(
+            "hosts that join cannot reach this Redis"
+            if near
+            else "hosts that join would send this Redis passwords in the clear",
+            where=f"$MESHRL_REDIS_URL: {bare}",
+            fix="Name one with TLS, by an address that they reach: rediss://USER:PASSWORD@HOST:PORT/0"
+            " and ?ssl_ca_certs=FILE where its certificate is of an authority of your own",
+        )
+    return bare, authority
+
+
+def _choose_port(port_file: Path, host: str, allowed: range) -> int:
+    """The one of before, if it is free and still among these, else the first free one."""
+    before = documents.read(port_file, REPAIR_HINT)["port"] if port_file.is_file() else 0
+    anyone = allowed == range(0, 1)
+    wished = [before] if before and (anyone or before in allowed) else []
+    for port in [*wished, *allowed]:
+        if free := _find_free_port(host.strip("[]"), port):
+            if free != before:
+                documents.write(port_file, {"port": free})
+            return free
+    raise AddressInUse(
+        f"Redis finds no free port on {host} among {allowed[0]} to {allowed[-1]}",
+        where="--listen",
+        fix="Give a wider range: --listen HOST:LOW-HIGH",
+    )
+
+
+def _find_free_port(host: str, port: int) -> int:
+    """The port, or one that the kernel picks for 0; 0: it is taken. ConfigError: the host is none
+    of this machine's, or the port not for this user.
+    """
+    try:
+        families = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigError(f"{host} is no host that is known: {error}", where="--listen") from error
+    family, kind, protocol, _, address = families[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return 0
+            raise ConfigError(
+                f"Redis cannot listen at {host}, port {port}: {error}",
+                where="--listen",
+                fix="Name an address of this host, and ports from 1024 on",
+            ) from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,126 @@
+"""The users of Redis where each role of each host is one: the head's, and those of the hosts that
+the mesh has let in. Whoever serves Redis is told digests of their passwords.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from redis.exceptions import ResponseError
+
+from meshrl.common.base.errors import NotAllowed, Refused
+from meshrl.common.base.host.settings import make_redis_user
+from meshrl.common.mesh.access import admitted_hosts
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.state.hosts import acl, credentials
+from meshrl.common.state.redis.client import SCRIPTS_DIR, StateClient, load_script
+
+# What whoever makes users, and gives them their rights, may do itself.
+REQUIRED_RIGHTS = "ACL and SCRIPT, and all commands and keys (`+@all ~* &*`)"
+
+
+class RedisHostUsers:
+    """`head`: the host with Redis, which is let in while it runs; others are on record. A host that
+    is expelled is so for ever, under its name.
+    """
+
+    def __init__(self, directory: Path, head: AdmittedHost) -> None:
+        self._directory, self._head = directory, head
+        self._joined_hosts = admitted_hosts.read_hosts(directory)
+
+    @property
+    def hosts(self) -> dict[str, AdmittedHost]:
+        """All that are let in, the head first."""
+        return {self._head.host: self._head, **self._joined_hosts}
+
+    @property
+    def acl_lines(self) -> list[str]:
+        """All users, of a configuration: off, until somebody opens."""
+        return [
+            f"user {name} {' '.join(words)}"
+            for host in self.hosts.values()
+            for name, words in _build_users(host, enabled=False)
+        ]
+
+    def add_host(self, host: AdmittedHost) -> None:
+        """Puts a host on record. Refused: another has its name, or it cannot be a user's."""
+        known = self.hosts.get(host.host)
+        if known is not None and known.passwords != host.passwords:
+            raise Refused(
+                f"there is a host {host.host} in the mesh already",
+                fix="Each host that joins makes a name of its own: join again",
+            )
+        _build_users(host, enabled=True)  # whether they can be made
+        if known is None:
+            self._joined_hosts[host.host] = host
+            admitted_hosts.write_hosts(self._directory, self._joined_hosts.values())
+
+    def require_not_head(self, host: str) -> None:
+        """Refused for the head, which cannot be let out."""
+        if host == self._head.host:
+            raise Refused(f"{host} is the head of the mesh", fix="`meshrl down` stops the mesh")
+
+    def remove_host(self, host: str) -> bool:
+        """Strikes it off; whether it was on record."""
+        was = self._joined_hosts.pop(host, None)
+        if was is not None:
+            admitted_hosts.write_hosts(self._directory, self._joined_hosts.values())
+        return was is not None
+
+    async def enable_all(self, owner: StateClient) -> None:
+        """Lets all hosts on record in, and nobody else: their users, the scripts that these may run
+        by name, and the list that their keys are held to. Safe twice.
+        """
+        scripts = {path.stem for path in SCRIPTS_DIR.glob("*/*.lua")} - {"prelude"}
+        for script in sorted(name for name in scripts if not name.startswith("_")):
+            await _run_command(owner, "SCRIPT", "LOAD", load_script(script)[0])
+        for host in self.hosts.values():
+            await self.enable_host(owner, host)
+        for name in await credentials.list_admitted_hosts(owner):
+            if name not in self.hosts:
+                await self.delete_host_users(owner, name)
+
+    async def enable_host(self, owner: StateClient, host: AdmittedHost) -> None:
+        for name, words in _build_users(host, enabled=True):
+            await _run_command(owner, "ACL", "SETUSER", name, *words)
+        await credentials.admit_host(owner, host.host)
+
+    async def delete_host_users(self, owner: StateClient, host: str) -> None:
+        """Ends the users of one, which cuts their connections off, then its keys."""
+        await _run_command(
+            owner, "ACL", "DELUSER", *(make_redis_user(role, host) for role in acl.ROLES)
+        )
+        await credentials.revoke_host(owner, host)
+
+    async def disable_all(self, owner: StateClient) -> None:
+        """Lets none of their users in until they are opened: for a server that is not ours, which
+        has no configuration of them.
+        """
+        for host in self.hosts.values():
+            for name, words in _build_users(host, enabled=False):
+                await _run_command(owner, "ACL", "SETUSER", name, *words)
+
+    async def has_lost_users(self, owner: StateClient) -> bool:
+        """Whether the server knows none of the head's users: it was started again."""
+        known = set(await _run_command(owner, "ACL", "USERS"))
+        return any(name not in known for name, _ in _build_users(self._head, enabled=True))
+
+
+def _build_users(host: AdmittedHost, enabled: bool) -> Iterable[tuple[str, list[str]]]:
+    return [
+        (make_redis_user(role, host.host), acl.build_acl_rules(role, host.host, digest, enabled))
+        for role, digest in sorted(host.passwords.items())
+    ]
+
+
+async def _run_command(owner: StateClient, *command: str) -> list[str]:
+    try:
+        found: list[str] = await owner.run_command(*command)
+    except (ResponseError, NotAllowed) as error:
+        raise NotAllowed(
+            f"Redis does not let the mesh make users of its own: {error}",
+            where="$MESHRL_REDIS_URL",
+            fix=f"Its user needs {REQUIRED_RIGHTS}; Redis 7 or later",
+        ) from error
+    return found

@@ -1,0 +1,453 @@
+"""The Redis of a mesh: started, looked at before anybody is let in, and again whenever it has been
+away.
+
+What it holds is compared with the launcher's note and with the records of the runs. One that is
+older than these, or that cannot load its file, is treated as lost: its file is set aside and it
+begins empty, above all fencing tokens and event ids that there have been. A server of the user's
+has no gate and no file of ours: what is older there is renamed.
+
+With a `Network` other hosts may join the mesh: each role of each host is a user, behind the same
+gate, also in a server of the user's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
+from meshrl.common.base.files import corruption
+from meshrl.common.mesh.access.admitted_hosts import AdmittedHost
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.supervision.supervisor import (
+    ChildExit,
+    ChildSpec,
+    Supervisor,
+    SupervisorHooks,
+)
+from meshrl.common.state import events
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.server_state import rollback
+from meshrl.common.state.server_state.rollback import StateWatermark
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.launch.redis import redis_watchdog
+from meshrl.launch.redis.access.redis_network import RedisNetwork, resolve_remote_url
+from meshrl.launch.redis.access.redis_users import RedisHostUsers
+from meshrl.launch.redis.redis_configuration import RedisAddresses, RedisConfiguration
+from meshrl.launch.redis.redis_progress import RedisProgress
+from meshrl.launch.redis.unusable_data import find_load_error, rename_keys
+
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+NOTE_TIMEOUT_S = 4.0  # for one look at how far it has come
+DISK_SPACE_TIMEOUT_S = 60.0  # that a start waits for room on the disk
+
+
+class MeshRedis(SupervisorHooks):
+    """`owner` is told what happens to the server's process, and `went_back` why, in mid-run, the
+    state is not what it was: then it is to end whoever uses it, and call `begin_anew`.
+
+    While it is `returning`, the jobs of a Redis that was lost are to be put back, and nothing is
+    noted: `returned` says that they are. A start that was cut off in between does it again.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        mesh_paths: MeshPaths,
+        secret: str,
+        budget: tuple[int, float],
+        owner_hooks: SupervisorHooks,
+        on_rollback: Callable[[str], None],
+        network: RedisNetwork | None = None,
+    ) -> None:
+        self._host, self._clock, self._mesh_paths = host, clock, mesh_paths
+        self._budget = budget
+        self._owner_hooks, self._on_rollback = owner_hooks, on_rollback
+        self._network = network
+        self._users = RedisHostUsers(mesh_paths.directory, network.head) if network else None
+        self._configuration = RedisConfiguration(
+            mesh_paths, secret, network, self._users, clock.wall
+        )
+        self.supervisor: Supervisor | None = None
+        self.url = embedded_server.read_configured_url()  # for the launcher
+        self.addresses = RedisAddresses(self.url)  # for all others
+        self.rollback_reason = ""  # why it was not as it had been, when it was let in last
+        self._progress = RedisProgress(mesh_paths)
+        self._has_pending_rollback_event = False  # the mesh has no event yet that tells `why`
+        self._is_own_server = not self.url
+        self._owner_url = self.url
+        self._state: StateClient | None = None  # as its owner
+        self._children: list[ChildProcess] = []
+        self._log = mesh_paths.log_path("redis")
+        self._log_offset = 0  # length of its log when it ended last
+        self._quarantined_path: Path | None = None  # where what it had lies
+        self._is_starting = False  # by `_serve`, which looks at it itself
+        self._is_open = False  # the mesh may use it
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def watermark(self) -> StateWatermark:
+        return self._progress.watermark
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether the jobs of a Redis that was lost are to be put back."""
+        return self._progress.is_restoring
+
+    # -- its life --------------------------------------------------------------------------------
+
+    async def connect(self) -> StateClient:
+        """The server answers its owner, whose connection this is; nobody else is let in. A file
+        that differs from what was noted, or does not load, has been set aside.
+        """
+        await asyncio.to_thread(self._progress.load)
+        if not self._is_own_server:
+            await redis_watchdog.wait_until_ready(self.url, self._clock, None, None)
+            if self._network is not None:
+                far, authority = resolve_remote_url(self.url, self._network.listen)
+                self.addresses = RedisAddresses(far, authority, far, authority)
+        else:
+            if why := await asyncio.to_thread(self._progress.explain_difference):
+                await self._quarantine_data(why, DISK_SPACE_TIMEOUT_S)
+            await self._start_or_start_empty(first=True)
+        self._state = await StateClient.open(self._owner_url)
+        if self._users is not None and not self._is_own_server:
+            await self._users.disable_all(self._state)
+        return self._state
+
+    async def open_to_mesh(self) -> None:
+        """Lets the mesh in, to a state that is no older than what is known of it: an older one has
+        been set aside, and `why` says so.
+        """
+        if not self.rollback_reason:
+            found, why = await self._progress.check_rollback(self._owner_state)
+            ours = self._is_own_server or bool(found.jobs.keys() & self.watermark.jobs.keys())
+            if why and (
+                not self._is_own_server if found.is_empty else ours
+            ):  # a rename may have been cut off
+                await self.start_empty(why, DISK_SPACE_TIMEOUT_S)
+            elif why:
+                self._report_rollback(why)
+        await self._open_gate(DISK_SPACE_TIMEOUT_S)
+        self._tasks = [self._start_task("note how far redis has come", self._write_notes_forever())]
+        if self._is_own_server:
+            watching = redis_watchdog.watch_server(self._owner_url, self._clock, self._children)
+            self._tasks.append(self._start_task("watch redis", watching))
+            if self._users is not None:  # others than this user reach it
+                cutting = redis_watchdog.kill_unauthenticated_clients(
+                    self._owner_state, self._clock
+                )
+                self._tasks.append(self._start_task("cut strangers off from redis", cutting))
+
+    async def start_empty(self, reason: str, space_timeout_s: float | None = None) -> None:
+        """Sets aside what there is, and begins without it; `readmit` lets the mesh in. Waits for
+        room on the disk, for `room_s` at most: StorageFull. StateUnavailable: it does not start,
+        perhaps as another process has taken its port meanwhile.
+        """
+        self._is_open = False
+        if not self._is_own_server:
+            await rename_keys(
+                self._owner_state, self.watermark.jobs, int(self._clock.wall() * 1000)
+            )
+            self._report_rollback(reason)
+            return
+        await self._stop_server()
+        await self._quarantine_data(reason, space_timeout_s)
+        await self._start_or_start_empty()
+
+    async def reopen_to_mesh(self) -> None:
+        await self._open_gate()
+
+    async def admit_host(self, host: AdmittedHost) -> None:
+        """Lets a host's processes in, now and whenever the mesh runs. Safe twice. Refused: its name
+        is another's, or it cannot be let in; StateUnavailable: it may be by now, or with the next
+        try.
+        """
+        self._required_users.add_host(host)
+        if self._is_own_server:
+            self._configuration.write()
+        if self._is_open:
+            await self._required_users.enable_host(self._owner_state, host)
+
+    async def expel_host(self, host: str) -> bool:
+        """Lets them in no more, and cuts off those that are; whether it was let in. Safe twice.
+        Refused for the head; StateUnavailable as above.
+        """
+        self._required_users.require_not_head(host)
+        await self._required_users.delete_host_users(
+            self._owner_state, host
+        )  # first: a full disk keeps nobody in
+        was = self._required_users.remove_host(host)
+        if self._is_own_server:
+            self._configuration.write()
+        return was
+
+    @property
+    def _required_users(self) -> RedisHostUsers:
+        if self._users is None:
+            raise Refused(
+                "this mesh is one host's alone",
+                fix="`meshrl up --listen HOST` starts one that others may join",
+            )
+        return self._users
+
+    async def finish_restore(self) -> None:
+        """The jobs are back that go on: those that are not there now are not missed any more."""
+        self._progress.finish_restore(await self._progress.read_watermark(self._owner_state))
+        await self._write_when_space(self._progress.write, None)
+
+    async def stop(self) -> None:
+        """Ends the server, if it is our own, and notes how far it has come."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=GRACE_S)
+        if self._is_open and not self.is_restoring:
+            with contextlib.suppress(MeshError, OSError):
+                await self._write_note()
+        if self._state is not None:
+            await self._state.close()
+        await self._stop_server()
+
+    # -- the server ------------------------------------------------------------------------------
+
+    async def _start_or_start_empty(self, first: bool = False) -> None:
+        """Starts our own; one that cannot load its file does so without it. `first`: nobody has
+        been told yet where it is, and one whose port another process has taken does so at another.
+        """
+        self._is_starting = True
+        try:
+            since = self._read_log_length()
+            try:
+                await self._start()
+            except StateUnavailable:
+                await self._stop_server()
+                said = find_load_error(self._log, since)
+                if said:
+                    await self._quarantine_data(
+                        f"it cannot be loaded: {said}", DISK_SPACE_TIMEOUT_S
+                    )
+                elif not (first and await asyncio.to_thread(self._configuration.drop_taken_port)):
+                    raise
+                await self._start()
+        finally:
+            self._is_starting = False
+
+    async def _start(self) -> None:
+        server, self.addresses = await self._configuration.prepare()
+        self.url, self._owner_url = server.url, server.owner_url
+        spec = ChildSpec(
+            "redis",
+            server.argv,
+            log=self._log,
+            budget=self._budget,
+            is_critical=True,
+            own_session=True,
+        )
+        self.supervisor = Supervisor(self._host, self._clock, [spec], hooks=self)
+        await self.supervisor.start()
+        child = self._children[-1]
+        await redis_watchdog.wait_until_ready(self._owner_url, self._clock, child, self._log)
+
+    async def _stop_server(self) -> None:
+        supervisor, self.supervisor = self.supervisor, None
+        if supervisor is not None:
+            await supervisor.stop(GRACE_S)
+
+    async def on_start(self, child: ChildProcess) -> None:
+        self._children[:] = [child]
+        if not self._is_starting:
+            looking = self._start_task("look at redis", self._check_restarted_server(child))
+            self._tasks = [task for task in self._tasks if not task.done()] + [looking]
+
+    async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
+        since, self._log_offset = self._log_offset, self._read_log_length()
+        if child_exit.is_requested or self._is_starting:
+            return
+        had_been_in, self._is_open = self._is_open, False
+        said = find_load_error(self._log, since) if not had_been_in and child_exit.code > 0 else ""
+        self._mesh_paths.redis_directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        await self._owner_hooks.on_exit(child, child_exit)
+        if said:
+            self._on_rollback(f"it cannot be loaded: {said}")
+
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
+        await self._owner_hooks.on_give_up(spec, why)
+
+    async def on_critical_loss(self, name: str) -> None:
+        await self._owner_hooks.on_critical_loss(name)
+
+    async def _check_restarted_server(self, child: ChildProcess) -> None:
+        """Compares a server that was started again with what it was, and lets the mesh in."""
+        while child.poll() is None:
+            try:
+                await redis_watchdog.wait_until_ready(
+                    self._owner_url, self._clock, child, self._log
+                )
+                progress = self._progress
+                why = await asyncio.to_thread(progress.explain_difference)
+                if not why:
+                    _, why = await progress.check_rollback(self._owner_state)
+                if why:
+                    self._on_rollback(why)
+                else:
+                    await self._open_gate(0.0)
+                return
+            except (StateUnavailable, StorageFull, OSError):
+                # It loads for long, or does not answer: the watch kills it for that; or the disk is
+                # full, so that there is no room for the note.
+                await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
+
+    def _start_task(self, name: str, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What has failed is not watched or let in any more: the owner is told, by name."""
+
+        async def told() -> None:
+            try:
+                await coroutine
+            except Exception as error:
+                why = f"the task to {name} failed: {type(error).__name__}: {error}"
+                spec = ChildSpec("redis", [], log=self._log, is_critical=True)
+                await self._owner_hooks.on_give_up(spec, why)
+                await self._owner_hooks.on_critical_loss("redis")
+                raise
+
+        return asyncio.create_task(told(), name=name)
+
+    def _read_log_length(self) -> int:
+        return self._log.stat().st_size if self._log.is_file() else 0
+
+    # -- who is let in, and how far it has come --------------------------------------------------
+
+    @property
+    def _owner_state(self) -> StateClient:
+        assert self._state is not None
+        return self._state
+
+    async def _open_gate(self, space_timeout_s: float | None = None) -> None:
+        """Opens the gate, when nobody can be issued a token that somebody has had already."""
+        floor = self._progress.compute_token_floor(
+            await rollback.read_watermark(self._owner_state, self.watermark)
+        )
+        await self._write_when_space(self._progress.write, space_timeout_s)
+        await rollback.raise_token_floor(self._owner_state, floor)
+        if self._has_pending_rollback_event:
+            then = corruption.RECOVERY_BY_KIND["redis"]
+            fields = corruption.make_event_fields(
+                "redis",
+                self._mesh_paths.redis_directory,
+                self.rollback_reason,
+                then,
+                quarantined_path=self._quarantined_path,
+            )
+            self._progress.pending_events.insert(0, fields)
+            self._has_pending_rollback_event = False
+        while (
+            self._progress.pending_events
+        ):  # with ids above all that were seen, whatever the clock says
+            found = self._progress.pending_events[0]
+            await events.append(
+                self._owner_state, corruption.CORRUPTION_EVENT, found, after_id=self.watermark.event
+            )
+            del self._progress.pending_events[0]
+        if self._is_own_server:
+            await self._owner_state.run_command("ACL", "SETUSER", embedded_server.MESH_USER, "on")
+        if self._users is not None:
+            await self._users.enable_all(self._owner_state)
+        self._progress.reset_aof_follower()  # the server may have cut off half a command
+        self._is_open = True
+
+    async def _write_notes_forever(self) -> None:
+        while True:
+            await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
+            if not self._is_open or self.is_restoring:
+                continue
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded, StorageFull, OSError):
+                why = await self._write_note()
+                if why and self._is_open:
+                    self._is_open = False
+                    self._on_rollback(why)
+                elif self._users is not None and await self._users.has_lost_users(
+                    self._owner_state
+                ):
+                    await self._users.enable_all(self._owner_state)
+
+    async def _write_note(self) -> str:
+        """Notes how far it has come; why it is older than it was, if it is."""
+        async with self._clock.timeout(NOTE_TIMEOUT_S, "a look at how far Redis has come"):
+            found, why = await self._progress.check_rollback(self._owner_state, reads_records=False)
+            if why:
+                return why
+            files = (
+                await asyncio.to_thread(self._progress.read_extents) if self._is_own_server else {}
+            )
+            # It answers when what it was writing while it was looked at is there as a whole, or was
+            # taken back: half a command, which is cut off when it is loaded, is not noted.
+            newest = await events.read_last_id(self._owner_state)
+            if not self._is_open:
+                return ""
+            self._progress.record_progress(found, newest, files)
+            await asyncio.to_thread(self._progress.write)
+        return ""
+
+    async def _write_when_space(
+        self, write: Callable[[], None], space_timeout_s: float | None
+    ) -> None:
+        """Again until the disk has room, for `room_s` at most, or for as long as the mesh runs:
+        StorageFull.
+        """
+        until, said = self._clock.monotonic() + (space_timeout_s or 0.0), False
+        while True:
+            try:
+                return write()
+            except StorageFull as error:
+                if space_timeout_s is not None and self._clock.monotonic() >= until:
+                    raise
+                if not said:
+                    print(f"the mesh waits: {error}", file=sys.stderr, flush=True)
+                said = True
+                await self._clock.sleep(redis_watchdog.CHECK_INTERVAL_S)
+
+    # -- what is not used ------------------------------------------------------------------------
+
+    async def _quarantine_data(self, reason: str, space_timeout_s: float | None) -> None:
+        """Waits for room on the disk, for `room_s` at most: StorageFull."""
+        self._progress.file_extents, self._quarantined_path = {}, None
+        await self._write_when_space(self._move_data, space_timeout_s)
+        self._report_rollback(reason)
+
+    def _move_data(self) -> None:
+        place = self._mesh_paths
+        try:
+            if place.redis_directory.is_dir() and any(place.redis_directory.iterdir()):
+                self._quarantined_path = corruption.quarantine(place.redis_directory, place.root)
+        except OSError as error:
+            raise StorageFull(
+                f"the file of Redis cannot be set aside: {error}",
+                where=str(place.redis_directory),
+                fix="Make room on its disk",
+            ) from error
+
+    def _report_rollback(self, reason: str) -> None:
+        self.rollback_reason, self._progress.is_restoring, self._has_pending_rollback_event = (
+            reason,
+            True,
+            True,
+        )
+        where = f"; its file lies in {self._quarantined_path}" if self._quarantined_path else ""
+        print(f"redis is not as it was: {reason}{where}", file=sys.stderr, flush=True)
+        print(f"what follows: {corruption.RECOVERY_BY_KIND['redis']}", file=sys.stderr, flush=True)

@@ -1,0 +1,70 @@
+"""What the launcher keeps beside Redis: how far its state and its file have come.
+
+It is written each second, and before the fencing tokens are raised above all that were issued, so
+that a Redis that comes back older is noticed and issues none of them again. It is on the disk
+before anything acts on what Redis holds next: Redis itself syncs with every write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from meshrl.common.base.errors import CorruptData, StorageFull
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.sealed_documents import encode_sealed, read_sealed
+from meshrl.common.state.server_state.rollback import JobWatermark, StateWatermark
+from meshrl.launch.redis.aof import Extent
+
+
+@dataclass(frozen=True)
+class RedisNote:
+    """`files` are those of the mesh's own Redis; tokens that are issued now are above `floor`.
+
+    Jobs that are `gone` were lost with an earlier Redis and are not missed; `returning`: others are
+    being put back, and until that is done none is.
+    """
+
+    mark: StateWatermark = field(default_factory=StateWatermark)
+    files: Mapping[str, Extent] = field(default_factory=dict)
+    floor: int = 0
+    gone: tuple[str, ...] = ()
+    returning: bool = False
+
+
+def read_note(
+    path: Path, on_corrupt: Callable[[Path, CorruptData], None] | None = None
+) -> RedisNote:
+    """The note that was written; one of nothing where there is none, or a damaged one of which
+    `damaged` is told. It is raised when nobody is told.
+    """
+    if not path.is_file():
+        return RedisNote()
+    try:
+        told = read_sealed(path)
+        try:
+            extents = {name: Extent(**row) for name, row in told["files"].items()}
+            gone, mark = tuple(told["gone"]), told["mark"]
+        except (KeyError, TypeError):
+            raise CorruptData("it is of an earlier version", where=str(path)) from None
+    except CorruptData as error:
+        if on_corrupt is None:
+            raise
+        on_corrupt(path, error)
+        return RedisNote()
+    jobs = {job: JobWatermark(**row) for job, row in mark["jobs"].items()}
+    noted = StateWatermark(mark["event"], mark["token"], jobs)
+    return RedisNote(noted, extents, told["floor"], gone, told["returning"])
+
+
+def write_note(path: Path, note: RedisNote) -> None:
+    """Whole or not at all; it is on the disk on return. StorageFull."""
+    try:
+        documents.write_bytes(path, encode_sealed(asdict(note)))
+    except (OSError, StorageFull) as error:
+        raise StorageFull(
+            f"how far Redis has come cannot be noted: {error}",
+            where=str(path),
+            fix="Make room on its disk",
+        ) from error

@@ -1,0 +1,131 @@
+"""Guards the mesh's own Redis: sends a PING each second, kills it when it stays silent, and cuts
+off connections that do not say who they are after a while, or where there are many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from redis.asyncio import Redis
+from redis.exceptions import BusyLoadingError, RedisError, ResponseError
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.diagnosis.failure import read_tail
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+
+CHECK_INTERVAL_S = 1.0
+PING_TIMEOUT_S = 2.0
+MAX_SILENCES = 4  # in a row, 2 s each: 8 s without an answer, and it is killed and started again
+START_TIMEOUT_S = 20.0  # reading its append-only file may take a while
+NO_ANSWER_ERRORS = (RedisError, OSError, TimeoutError)
+# Connections that do not say who they are take places of those that do.
+MAX_UNAUTHENTICATED_S = (
+    5  # for a handshake and a password: milliseconds, and a second on a busy host
+)
+MAX_UNAUTHENTICATED = 64  # that are waited for at a time; all clients together are 10,000 at most
+# A client of no user is listed as one of `default`, whose password nobody has.
+UNAUTHENTICATED_CLIENT = re.compile(r"\bid=(\d+) .*\bage=(\d+) .*\buser=default\b")
+OWNER_TIMEOUT_S = 5.0  # for an answer to the server's owner
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def is_answering(url: str) -> bool:
+    """One PING. Any answer is one, that of a server that still loads its data too, or of one whose
+    disk is full: killing it would help nobody.
+    """
+    task = asyncio.current_task()
+    asked = task.cancelling() if task else 0
+    try:
+        await _ping(url)
+        heard = True
+    except (BusyLoadingError, ResponseError):
+        heard = True
+    except NO_ANSWER_ERRORS:
+        heard = False
+    if task and task.cancelling() > asked:
+        raise asyncio.CancelledError  # redis-py swallows one that comes as the bytes leave
+    return heard
+
+
+async def _ping(url: str) -> None:
+    client = Redis.from_url(
+        url, socket_timeout=PING_TIMEOUT_S, socket_connect_timeout=PING_TIMEOUT_S
+    )
+    try:
+        async with asyncio.timeout(PING_TIMEOUT_S):
+            await client.ping()
+    finally:
+        with contextlib.suppress(RedisError, OSError):
+            await client.aclose()
+
+
+async def wait_until_ready(
+    url: str, clock: Clock, child: ChildProcess | None, log: Path | None
+) -> None:
+    """Returns when Redis takes commands; StateUnavailable with the end of its log otherwise."""
+    until = clock.monotonic() + START_TIMEOUT_S
+    while clock.monotonic() < until and (child is None or child.poll() is None):
+        try:
+            return await _ping(url)
+        except NO_ANSWER_ERRORS:
+            await clock.sleep(0.03)
+    said = " / ".join(read_tail(log, 3)) if log else ""
+    fix = f"Its log {log} ends: {said}" if log else "See what $MESHRL_REDIS_URL names"
+    where = embedded_server.redact_password(url)
+    raise StateUnavailable("Redis does not start", where=where, fix=fix)
+
+
+async def watch_server(url: str, clock: Clock, children: list[ChildProcess]) -> None:
+    """Kills the Redis in `child` (the newest is last) when it stays silent; never returns.
+
+    Silences are counted, not timed: a launcher that was stopped itself must not blame Redis.
+    """
+    silent: tuple[int, int] = (0, 0)  # pid, silences in a row
+    while True:
+        await clock.sleep(CHECK_INTERVAL_S)
+        server = children[-1]
+        heard = await is_answering(url)
+        silent = (server.pid, 0 if heard else 1 + (silent[1] if silent[0] == server.pid else 0))
+        if silent[1] >= MAX_SILENCES and server.poll() is None:
+            server.kill()
+            silent = (server.pid, 0)
+
+
+def select_clients_to_kill(client_list: str) -> list[str]:
+    """The ids of those to cut off, of all clients as Redis lists them: the oldest first."""
+    found = [
+        match.groups()
+        for match in map(UNAUTHENTICATED_CLIENT.search, client_list.splitlines())
+        if match
+    ]
+    by_age: Sequence[tuple[str, int]] = sorted(
+        ((client, int(age)) for client, age in found), key=lambda one: -one[1]
+    )
+    spare = len(by_age) - MAX_UNAUTHENTICATED
+    return [
+        client
+        for n, (client, age) in enumerate(by_age)
+        if age >= MAX_UNAUTHENTICATED_S or n < spare
+    ]
+
+
+async def kill_unauthenticated_clients(owner: StateClient, clock: Clock) -> None:
+    while True:
+        await clock.sleep(CHECK_INTERVAL_S)
+        with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+            listed = await owner.run_command("CLIENT", "LIST", deadline_s=OWNER_TIMEOUT_S)
+            for client in select_clients_to_kill(str(listed)):
+                await owner.run_command("CLIENT", "KILL", "ID", client, deadline_s=OWNER_TIMEOUT_S)

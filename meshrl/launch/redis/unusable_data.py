@@ -1,0 +1,56 @@
+"""Why a Redis is not used, in its own words, and how the keys of one of the user's make way."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.redis.keys import MESH_PREFIX, job_prefix
+
+# A line in which a server says that its file is no good, and one that blames the host for it.
+LOAD_ERROR = re.compile(r"append.?only|\bAOF\b|\bRDB\b|loading DB|manifest", re.IGNORECASE)
+HOST_ERROR = re.compile(
+    r"permission denied|no space left|too many open|cannot allocate|address|chdir", re.IGNORECASE
+)
+
+
+def find_load_error(log: Path, offset: int) -> str:
+    """The warning, behind so many bytes of its log, in which the server blames its file; empty when
+    it does not.
+    """
+    if not log.is_file():  # it has not been started at all
+        return ""
+    with log.open("rb") as file:
+        file.seek(offset)
+        lines = file.read().decode(errors="replace").splitlines()
+    warnings = [line.partition(" # ")[2] for line in lines if " # " in line]
+    if any(HOST_ERROR.search(warning) for warning in warnings):
+        return ""
+    return next((one for one in reversed(warnings) if LOAD_ERROR.search(one)), "").strip()
+
+
+async def rename_keys(state: StateClient, jobs: Iterable[str], timestamp_ms: int) -> None:
+    """The keys of the mesh and its jobs in a server that is the user's; those that say whose they
+    are come last, so that it is done again when it is cut off.
+    """
+    for prefix in [*map(job_prefix, jobs), MESH_PREFIX]:
+        cursor: Any = "0"
+        while True:
+            cursor, keys = await state.run_command("SCAN", cursor, "MATCH", f"{prefix}*")
+            for key in keys:
+                try:
+                    await state.run_command("RENAME", key, f"aside:{timestamp_ms}:{key}")
+                except ResponseError as error:
+                    if "no such key" not in str(error):  # it has expired since
+                        raise
+            if str(cursor) == "0":
+                break
+    print(
+        f"the names of its keys begin with aside:{timestamp_ms}: now", file=sys.stderr, flush=True
+    )

@@ -1,0 +1,141 @@
+"""`meshrl eval`: a model on a job's held-out rows and evaluation datasets, on a mesh that trains
+nothing.
+
+It is the evaluation before training of the same job with another model and a budget of no steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from meshrl.common.base.errors import ConfigError, NotFound
+from meshrl.common.base.files import json_lines
+from meshrl.common.job.evaluation_plan import BEFORE, HELD_OUT, can_evaluate
+from meshrl.directory import directory_paths, model_export
+from meshrl.directory.directory_paths import write_json
+from meshrl.job import job_reader
+from meshrl.launch.checks import mesh_checks
+from meshrl.view.history.job_failures import format_share
+from meshrl.view.terminal import Console
+
+RESULT_FILE = "evaluation.json"
+FIXED_SETTINGS = (
+    "budget.steps=0",
+    "evaluation.before=true",
+    "evaluation.after=false",
+    'warm_start.demonstrations=""',
+    "lora.rank=0",
+    "training.ranks=1",
+    # What training compares with is not asked; a model that judges is.
+    "algorithm.kl_coefficient=0.0",
+    'models.reference.path=""',
+    'models.teacher.path=""',
+)
+NO_TEACHER_SETTING = (
+    'algorithm.name="grpo"'  # for a job that distils: its evaluation has no teacher
+)
+
+
+def evaluate_model(
+    model: Path, job: Path, settings: list[str], step: int | None, best: bool, as_json: bool
+) -> int:
+    """Prints the figures and writes them into the evaluation's run directory; the exit status."""
+    with _resolve_model(model, step, best) as directory:
+        fixed = [*FIXED_SETTINGS, NO_TEACHER_SETTING] if _is_distillation(job) else FIXED_SETTINGS
+        path = directory.absolute()
+        chosen = [f"model.path={json.dumps(str(path))}", "model.config={}"]
+        chosen += ['model.tokenizer=""'] if (path / "tokenizer.json").is_file() else []
+        found = job_reader.read_job_file(job, [*fixed, *chosen, *settings])
+        config, base = found.config, found.base
+        if not can_evaluate(config):
+            raise ConfigError(
+                f"{job} says nothing to evaluate on",
+                fix="Name dataset.held_out or [[evaluation.datasets]], and a reward",
+            )
+        mesh_checks.check_job_and_mesh(found)
+        name = f"{config.name}-eval"
+        asked = any(setting.partition("=")[0].strip() == "out" for setting in settings)
+        config = replace(config, name=name, out=config.out if asked else "")
+        run_dir = directory_paths.choose_run_directory(config, False)
+        # Imported here: only now is it sure that a mesh will be needed.
+        from meshrl.run import session
+
+        # Its progress is no result; standard output is for that.
+        with contextlib.redirect_stdout(sys.stderr):
+            status = session.run_job(
+                replace(config, out=config.out_url or str(run_dir)), base, False
+            )
+    result = read_result(run_dir)
+    if status != 0 or result is None:
+        return status or 1
+    result = {"model": str(model), "job": str(job), "run": str(run_dir)} | result
+    write_json(run_dir / RESULT_FILE, result)
+    print(json.dumps(result)) if as_json else _print_result(result)
+    return 0
+
+
+def _is_distillation(job: Path) -> bool:
+    """Whether the job's algorithm takes a teacher; what is wrong with the file, the loader says."""
+    try:
+        document = tomllib.loads(job.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    table = document.get("algorithm")
+    return isinstance(table, dict) and table.get("name") == "distill"
+
+
+@contextlib.contextmanager
+def _resolve_model(model: Path, step: int | None, best: bool) -> Iterator[Path]:
+    """The Hugging Face directory that is meant: as it is, or a version of a run, exported."""
+    if (model / "job.json").is_file():
+        with tempfile.TemporaryDirectory(prefix="meshrl-eval-") as made:
+            out = Path(made) / "model"
+            if model_export.export_model(model, step, best, out, quiet=True) != 0:
+                raise NotFound(f"{model} has no such version", fix="See the line above")
+            yield out
+    elif step is not None or best:
+        raise ConfigError(f"--step and --best choose a version of a run; {model} is none")
+    elif (model / "config.json").is_file():
+        yield model
+    else:
+        raise NotFound(
+            f"{model} is neither a Hugging Face directory nor a run",
+            fix="It takes config.json and safetensors, or a run's job.json",
+        )
+
+
+def read_result(run_dir: Path) -> dict[str, Any] | None:
+    """The figures by name, and how many samples have no say in them; None without an evaluation."""
+    for event in json_lines.iterate_rows(run_dir / "events.jsonl", '"evaluation"'):
+        fields = event["fields"]
+        if event["kind"] == "evaluation" and fields["tag"] == BEFORE:
+            kept = ("figures", "shares", "reasons", "problems", "failed", "mixed", "length_mean")
+            return {key: fields[key] for key in kept if key in fields}
+    return None
+
+
+def _print_result(found: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for name, value in found["figures"].items():
+        of = format_share(found.get("shares", {}).get(name))
+        table.add_row(
+            name.replace(f"{HELD_OUT}.", "held-out, "), Text.assemble((f"{value:.3f}", "bold"), of)
+        )
+    table.add_row("failed samples", str(found["failed"]))
+    for reason, count in found.get("reasons", {}).items():
+        table.add_row("", f"{count} x {reason}")
+    table.add_row("mean length", f"{found['length_mean']:.1f} tokens")
+    console = Console()
+    console.print(table)
+    console.print(f"{found['run']}/{RESULT_FILE}", soft_wrap=True, highlight=False)

@@ -1,1 +1,0 @@
-"""`meshrl watch` and `meshrl top`: look at a mesh again and again. Open `looking.py` first."""

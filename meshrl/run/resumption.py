@@ -1,0 +1,378 @@
+"""`meshrl resume`: a run goes on where it stands, with other values of keys that may change."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshrl.common.base.errors import (
+    BadMessage,
+    ConfigError,
+    CorruptData,
+    NotFound,
+    Refused,
+    StateUnavailable,
+)
+from meshrl.common.base.files import corruption
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.change_rules import apply_changes, diff_documents, explain_rejected_change
+from meshrl.common.records.checkpoints import (
+    STATE_FOLDER,
+    is_initial,
+    list_manifest_paths,
+    read_last_committed_name,
+    read_last_version,
+    read_manifest,
+)
+from meshrl.common.state import events, jobs
+from meshrl.common.state.redis import embedded_server
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.manifest import read_complete_manifest
+from meshrl.directory import directory_paths, job_file
+from meshrl.directory.command_target import RunLocation
+from meshrl.directory.directory_paths import MeshPaths, format_path, write_json
+from meshrl.directory.mesh_query import ANSWER_TIMEOUT_S, query_mesh
+from meshrl.directory.run_claims import is_mesh_running, lock_mesh
+from meshrl.job import edited_job_file
+from meshrl.job.job_file import JobFile
+from meshrl.launch.head.job_restore import restore_job
+from meshrl.launch.head.mesh_shape import MeshShape, read_shape
+
+if TYPE_CHECKING:
+    from meshrl.launch.head.launcher import Launcher
+
+
+def continue_run(
+    run: RunLocation, record: dict[str, Any], job: JobFile, changes: dict[str, tuple[Any, Any]]
+) -> int:
+    """The rest of the run; the exit status. `held` is what `job.json` says, `job` what the run is
+    to go on with, and `changes` how that differs.
+    """
+    from meshrl.launch.checks import mesh_checks  # a run that is refused needs none of these
+    from meshrl.run.session import derive_mesh_shape, run_session
+
+    own = run.mesh_paths.root == run.directory
+    if changes:
+        mesh_checks.check_job_and_mesh(job)
+    elif own:
+        mesh_checks.check_mesh(job)
+
+    async def begin(launcher: Launcher) -> None:
+        row = await _restore_job(run, record, launcher)
+        # What Redis has is what the steps were done with; the user's changes go on top of it.
+        document = apply_changes(row.document, {key: new for key, (_, new) in changes.items()})
+        await _apply_changes(run, record, row, document, launcher.state)
+
+    # The mesh that the job asks for now, or the one that it was submitted to.
+    shape = derive_mesh_shape(job.config) if own else read_shape(run.mesh_paths)
+    return asyncio.run(run_session(run.directory, shape, begin))
+
+
+async def _restore_job(run: RunLocation, record: dict[str, Any], launcher: Launcher) -> jobs.JobRow:
+    """The job as Redis has it, given back to it if it is gone, before any service runs."""
+    state = launcher.state
+    known = {row.id: row for row in await jobs.read_jobs(state)}
+    if run.job not in known:
+        seen = launcher.find_watermark(run.job)
+        checkpoint = await restore_job(state, run.directory, run.job, record["document"], seen)
+        if checkpoint is not None:
+            print(f"redis has no job {run.job}; it starts again from {checkpoint.name}")
+    elif known[run.job].run_dir != str(run.directory):
+        shown = embedded_server.redact_password(embedded_server.read_configured_url())
+        raise Refused(f"another job named {run.job} is in {shown}")
+    return await jobs.read_job(state, run.job)
+
+
+async def _apply_changes(
+    run: RunLocation,
+    record: dict[str, Any],
+    row: jobs.JobRow,
+    document: dict[str, Any],
+    state: StateClient,
+) -> None:
+    """Puts what the run is to go on with on record, and opens it again if it had ended."""
+    path = run.directory / "job.json"
+    if changes := diff_documents(row.document, document):
+        steps = document["budget"]["steps"]
+        if steps < row.version:
+            raise make_too_few_steps_error(steps, row.version)
+        await jobs.change_document(state, run.job, document, changes, uuid.uuid4().hex)
+        told = {
+            "from_step": row.version + 1,
+            "lineage": row.lineage,
+            "was": {key: old for key, (old, _) in changes.items()},
+            "set": {key: new for key, (_, new) in changes.items()},
+        }
+        so_far = [*record.get("changes", []), told]
+        write_json(path, record | {"document": document, "changes": so_far})
+        for key, (old, new) in changes.items():
+            print(f"{key}: {old} -> {new}, from step {row.version + 1} on", flush=True)
+        row = await jobs.read_job(state, run.job)
+    elif record["document"] != document:  # it was changed, and cut off before it was noted
+        write_json(path, record | {"document": document})
+    if row.phase == jobs.Phase.FINISHED:
+        raise make_finished_error(run, row.document)
+    if row.is_terminal:
+        await jobs.reopen(state, run.job, uuid.uuid4().hex)
+
+
+MAX_NAMED_FILES = 3  # missing files that an error names
+
+
+def check_run(run_dir: Path, record: Mapping[str, Any], place: MeshPaths) -> None:
+    """Returns if the run is whole; NotFound or Damaged names what is not. Files of its record are
+    mended when it goes on.
+    """
+    if place.root != run_dir and not place.directory.is_dir():
+        raise NotFound(
+            f"the mesh that the run in {run_dir} was submitted to is gone: {place.root}",
+            fix="Its Redis data and weights were there. " + _START_OVER_FIX,
+        )
+    _check_bundle(run_dir, record)
+    _check_checkpoint(run_dir, place)
+
+
+def _check_bundle(run_dir: Path, record: Mapping[str, Any]) -> None:
+    told = record["document"]["bundle"]
+    bundle = Path(told["dir"])
+    if not bundle.is_relative_to(run_dir.resolve()) and not bundle.is_relative_to(run_dir):
+        made = bundle.parent.parent
+        raise NotFound(
+            f"the run in {run_dir} was made in {made}, and its records name that place",
+            fix=f"Move it back: mv {run_dir} {made}",
+        )
+    if not bundle.is_dir():
+        raise NotFound(f"the run is not whole: {bundle} is missing", fix=bundle_files.RESTORE_FIX)
+    try:
+        bundle_files.check_files(
+            bundle, bundle_files.read_file_list(record["document"]), read_large=True
+        )
+    except CorruptData as error:
+        raise CorruptData(f"the run is not whole: {error.message}", fix=error.fix) from error
+
+
+def _check_checkpoint(run_dir: Path, place: MeshPaths) -> None:
+    """Returns if there is a checkpoint to go on from, or nothing to go on from: the trainer passes
+    over those that are not whole, and checks every byte of the one that it takes.
+    """
+    named, paths = read_last_committed_name(run_dir), list_manifest_paths(run_dir)
+    redis = place.redis_directory.is_dir() and any(place.redis_directory.iterdir())
+    if (not named and not paths) or (not redis and all(is_initial(path) for path in paths)):
+        return
+    chunks = ChunkStore(place.root / "store")
+    trouble = f"{run_dir / 'checkpoints' / named}.json: it is missing"
+    for number, path in enumerate(reversed(paths)):
+        missing = _find_missing_files(path, chunks)
+        if missing is None:
+            return
+        trouble = trouble if number else missing
+    raise NotFound(
+        f"no checkpoint of the run is whole: {trouble}",
+        fix="Put it back from a copy of the run. " + _START_OVER_FIX,
+    )
+
+
+def _find_missing_files(checkpoint: Path, chunks: ChunkStore) -> str | None:
+    """What a checkpoint lacks, as far as names tell; None: nothing."""
+    directory = checkpoint.with_suffix("")
+    try:
+        held = read_manifest(checkpoint)
+    except (CorruptData, NotFound) as error:
+        return f"{checkpoint}: {error.message}"
+    listed = {directory / name: Path(name).is_relative_to(STATE_FOLDER) for name in held["files"]}
+    missing = sorted(path for path in listed if not path.is_file())
+    if any(listed[path] for path in missing) or not any(listed.values()):
+        return _format_missing(missing or [directory / STATE_FOLDER])
+    if not missing:  # the store's weights can be made again
+        return None
+    try:
+        tensors = read_complete_manifest(chunks.read, held["weights"]).tensors
+    except (NotFound, CorruptData, BadMessage) as error:
+        return (
+            f"{_format_missing(missing)}, and {chunks.chunk_path(held['weights'])}: {error.message}"
+        )
+    absent = [path for path in {chunks.chunk_path(t.chunk) for t in tensors} if not path.is_file()]
+    return _format_missing(missing + sorted(absent)) if absent else None
+
+
+def _format_missing(paths: list[Path]) -> str:
+    shown = ", ".join(map(str, paths[:MAX_NAMED_FILES]))
+    more = f" and {len(paths) - MAX_NAMED_FILES} more" if len(paths) > MAX_NAMED_FILES else ""
+    return f"{shown}{more} {'is' if len(paths) == 1 else 'are'} missing"
+
+
+_START_OVER_FIX = "To start over: meshrl run JOB"
+
+
+def resume_run(directory: Path, settings: list[str]) -> int:
+    """Continues the run in a directory, with `KEY=VALUE` settings; the exit status."""
+    there = (directory / "bundle").is_dir() or (directory / "job.json").is_file()
+    held = read_run_record(directory) if there else {}
+    run_dir = directory_paths.require_run(directory)
+    run = RunLocation.from_job_file(run_dir, held)
+    if "imported" in held:
+        raise Refused(
+            f"{run.display_path} is an import of {held['imported']}: there is nothing to go on "
+            "with",
+            fix=f'Begin a job from it: model.path = "{run.display_path}/model"',
+        )
+    if "mesh" in held and is_mesh_running(run.mesh_paths):
+        return _resume_on_mesh(run, settings)
+    with lock_mesh(run.mesh_paths, run_dir):
+        check_run(run_dir, held, run.mesh_paths)
+    if not settings:
+        _check_not_finished(run, held["document"], held["document"])
+    from meshrl.job import job_reader  # here, because pydantic takes half a second to import
+
+    _, was = job_reader.reload_document(held["document"], [])  # with what later versions have added
+    job, document = job_reader.reload_document(held["document"], settings)
+    changes = _check_changes(run, was, document)
+    _check_not_finished(run, was, document)
+    for line in (
+        edited_job_file.describe_edits(held["file"], document, run.display_path)
+        if "file" in held
+        else []
+    ):
+        print(line)
+    # Imported here: only now is it sure that a mesh will be needed.
+
+    return continue_run(run, held, job, changes)
+
+
+def _check_changes(
+    run: RunLocation, old_document: dict[str, Any], new_document: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """The changes of a document; ConfigError says which of them may not be, and why."""
+    changes = diff_documents(old_document, new_document)
+    refused = {
+        key: why
+        for key, (old, new) in changes.items()
+        if (why := explain_rejected_change(key, old, new))
+    }
+    if refused:
+        raise ConfigError(
+            "; ".join(f"{key} may not change in a run: {why}" for key, why in refused.items()),
+            fix="Start a new run with it: meshrl run JOB --set KEY=VALUE",
+        )
+    if run.mesh_paths.root != run.directory and (
+        own := [k for k in changes if k.startswith("mesh.")]
+    ):
+        raise ConfigError(
+            f"{own[0]} is the mesh's, which the run was submitted to",
+            fix=f"meshrl down --mesh {run.mesh_paths.root}, and meshrl up with other options",
+        )
+    done = read_last_version(run.directory)
+    if "budget.steps" in changes and new_document["budget"]["steps"] < done:
+        raise make_too_few_steps_error(new_document["budget"]["steps"], done)
+    return changes
+
+
+def _check_not_finished(
+    run: RunLocation, old_document: dict[str, Any], new_document: dict[str, Any]
+) -> None:
+    """Refused when the run has finished and gets no more steps: no mesh need start to say so."""
+    summary = run.directory / "summary.json"
+    if old_document["budget"]["steps"] < new_document["budget"]["steps"]:
+        return
+    told = directory_paths.read_json_or_empty(summary)
+    if (
+        told.get("phase") == jobs.Phase.FINISHED
+        and told.get("steps", 0) >= old_document["budget"]["steps"]
+    ):
+        raise make_finished_error(run, old_document)
+
+
+def _resume_on_mesh(run: RunLocation, settings: list[str]) -> int:
+    """A job that was stopped goes on, on its mesh, which runs."""
+    try:
+        row = query_mesh(
+            run.mesh_paths, lambda state: jobs.read_job(state, run.job), ANSWER_TIMEOUT_S
+        )
+    except (NotFound, StateUnavailable) as error:
+        raise Refused(
+            f"the mesh in {run.mesh_paths.root} runs, and does not know {run.display_path}: "
+            f"{error.message}",
+            fix=f"meshrl down --mesh {run.mesh_paths.root}; then resume the run",
+        ) from error
+    if not row.is_terminal:
+        raise Refused(
+            f"{run.display_path} goes on, on the mesh in {run.mesh_paths.root}",
+            fix=f"meshrl watch {run.display_path} shows it",
+        )
+    if settings:
+        raise Refused(
+            f"{run.display_path} is on the mesh in {run.mesh_paths.root}, whose processes have "
+            "read its job",
+            fix=f"meshrl down --mesh {run.mesh_paths.root}; then resume the run with --set",
+        )
+    if row.phase == jobs.Phase.FINISHED:
+        raise make_finished_error(run, row.document)
+    query_mesh(
+        run.mesh_paths,
+        lambda state: jobs.reopen(state, run.job, uuid.uuid4().hex),
+        ANSWER_TIMEOUT_S,
+    )
+    print(
+        f"{run.job} goes on, on the mesh in {run.mesh_paths.root}; meshrl watch {run.display_path}"
+    )
+    return 0
+
+
+def make_too_few_steps_error(steps: int, done: int) -> ConfigError:
+    """The error of a budget of fewer steps than are done."""
+    return ConfigError(
+        f"budget.steps = {steps}, and {done} steps are done", fix=f"Set it to {done} or more"
+    )
+
+
+def make_finished_error(run: RunLocation, document: dict[str, Any]) -> Refused:
+    """The error of a run that has nothing left to do."""
+    steps = document["budget"]["steps"]
+    return Refused(
+        f"{run.display_path} is finished, after {steps} steps",
+        fix=f"To extend it: meshrl resume {run.display_path} --set budget.steps=N, N above {steps}",
+    )
+
+
+def read_run_record(directory: Path) -> dict[str, Any]:
+    """What `job.json` holds, written again from Redis if need be; Damaged says what to do when
+    Redis does not have it either.
+    """
+    run_dir = directory.absolute()
+    path = run_dir / job_file.JOB_FILE_NAME
+    try:
+        return job_file.read_job_file(path)
+    except FileNotFoundError:
+        why = "it is gone"
+    except CorruptData as error:
+        why = error.message
+    store = run_dir / "store"  # of the mesh that it was submitted to, or its own
+    place = MeshPaths(store.resolve().parent if store.is_symlink() else run_dir)
+    about = {} if place.root == run_dir else {"mesh": str(place.root)}
+
+    async def put_back(state: StateClient) -> bool:
+        told = await job_file.restore_job_file(state, run_dir, about, why)
+        if told is not None:
+            print(corruption.describe_event(told), file=sys.stderr, flush=True)
+            await events.append(state, corruption.CORRUPTION_EVENT, told)
+        return told is not None
+
+    if place.redis_directory.is_dir() and any(place.redis_directory.iterdir()):
+        if is_mesh_running(place):
+            known = query_mesh(place, put_back, ANSWER_TIMEOUT_S)
+        else:
+            from meshrl.launch.head.launcher import Launcher  # only now is it needed
+
+            known = asyncio.run(Launcher(place, MeshShape()).query_redis(put_back))
+        if known:
+            return job_file.read_job_file(path)
+    raise CorruptData(
+        f"{path} is damaged: {why}; the run's Redis has no copy of it",
+        fix=f"Put it back from a copy of the run. To start over: meshrl run JOB, which leaves "
+        f"{format_path(run_dir)} as it is",
+    )

@@ -1,0 +1,53 @@
+"""A run that lies at a URL, brought to a directory of this host: commands take it from there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+from meshrl.common.base.errors import BadMessage, CorruptData, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.remote_directory import PART_SUFFIX, RemoteDirectory
+from meshrl.common.records.checkpoints import check_paths
+from meshrl.directory.directory_paths import format_path
+from meshrl.directory.job_file import SOURCE_URL_KEY
+
+
+def download_run(url: str) -> Path:
+    """`runs/NAME` with what lies at a URL, whole or not at all. NotFound when no run does, Refused
+    when there is a directory of that name.
+    """
+    there = RemoteDirectory(url, "RUN", "the URL")
+    try:
+        held = documents.decode(there.read_file("job.json"), f"{there.public_url}/job.json")
+        run_dir = Path("runs", quote(held["job"], safe="")).absolute()
+        digest = str(held["document"]["bundle"]["digest"])
+    except NotFound as error:
+        raise NotFound(f"no run lies at {there.public_url}: it has no job.json") from error
+    if os.path.lexists(run_dir):
+        raise Refused(
+            f"{format_path(run_dir)} is there already, and {there.public_url} would be brought "
+            "there",
+            fix=f"Name {format_path(run_dir)} if it is that run, or move it away",
+        )
+    names = [name for name in there.list_file_sizes() if not name.endswith(PART_SUFFIX)]
+    try:
+        check_paths([digest, *names])
+    except BadMessage as error:
+        raise CorruptData(
+            f"what lies there is no run: {error.message}", where=there.public_url
+        ) from error
+    scratch = run_dir.with_name(f".{run_dir.name}.brought")
+    shutil.rmtree(scratch, ignore_errors=True)
+    for name in names:
+        there.fetch_file(name, scratch / name)
+    # It is a run of its own here: its mesh is elsewhere, and its bundle lies beside it.
+    held.pop("mesh", None)
+    held[SOURCE_URL_KEY] = there.public_url
+    held["document"]["bundle"]["dir"] = str(run_dir / "bundle" / digest)
+    documents.write(scratch / "job.json", held)
+    scratch.rename(run_dir)
+    print(f"{there.public_url} is in {format_path(run_dir)}", flush=True)
+    return run_dir

@@ -1,0 +1,44 @@
+"""Says which disk of a run is full, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from meshrl.common.base.errors import StorageFull
+
+MIN_FREE_BYTES = 1 << 20  # less than a segment of a ledger or a chunk of weights takes at once
+
+
+def measure_free_bytes(path: Path) -> int:
+    """What this user may still write there; OSError when it is not there."""
+    found = os.statvfs(path)
+    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return blocks * found.f_frsize
+
+
+def find_full_disk(paths: Iterable[Path]) -> str:
+    """The first of these directories whose disk has no room, said to a person; empty for none."""
+    for path in paths:
+        try:
+            free = measure_free_bytes(path)
+        except OSError:  # it is gone, which is another trouble
+            continue
+        if free < MIN_FREE_BYTES:
+            return describe_full_disk(path, free)
+    return ""
+
+
+def describe_full_disk(path: Path, free_bytes: int = 0) -> str:
+    """The text for a disk on which a write has failed."""
+    return (
+        f"the disk of {path} is full ({free_bytes // 1024} KiB are free). "
+        "Make room there: everything waits, and goes on by itself."
+    )
+
+
+def describe_rejected_write(error: StorageFull, default_path: Path) -> str:
+    """The text for a write that a full disk has refused: which file needs how much."""
+    where = Path(error.where or default_path)
+    return f"{describe_full_disk(where.parent)} {where}: {error.message}."

@@ -1,0 +1,100 @@
+"""Events of a run as lines for people."""
+
+from __future__ import annotations
+
+from meshrl.common.base.files import corruption
+from meshrl.common.mesh.process.diagnosis.failure import format_failure as failure_text
+from meshrl.common.state.events import Event
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.store.planner_reports import (
+    MOVE_OUTCOME_EVENT,
+    SPEEDUP_RULES,
+    decode_move_outcome,
+)
+from meshrl.view.history import move_outcomes
+from meshrl.view.history.blocked_jobs import ADMISSION
+from meshrl.view.mesh import gpu_status
+
+STOPPED_PREFIX = "stopped"  # why a process ended that its supervisor was told to stop
+ALERT_KINDS = {
+    "process_ended",
+    "worker_gave_up",
+    "host_lost",
+    "unrecorded",
+    "storage_full",
+    "history_lost",
+    "gpu",
+    "durable_failed",
+    "durable_taken_over",
+    "version_copy_failed",
+    "weights_quota",
+    "weights_refused",
+    corruption.CORRUPTION_EVENT,
+}  # worth a line anywhere
+
+# Kinds of events that always read the same, with the fields of each.
+EVENT_TEXTS = {
+    "lost": "worker {worker} is lost: {reason}",
+    "host_back": "host {host} is back",
+    "worker_gave_up": "{name} does not stay up: {why}",
+    "unrecorded": "the run is not recorded: {why}",
+    "durable_failed": "what another head would go on from is not copied: {error}",
+    "durable_taken_over": "another mesh has taken over {url}: nothing is copied there any more",
+    "version_copy_failed": "a version is not copied to {url}: {error}",
+    "weights_quota": "weights.quota_gb: {why}. {fix}",
+    "weights_refused": "training waits, as weights.quota_gb is too little: {why}. {fix}",
+    "history_lost": "history_lost: events after {since} up to {through} are on no record; "
+    "the account goes on from Redis' rows",
+    "move_declined": "a move was declined: {reason}",
+}
+
+
+def is_unexpected_exit(event: Event) -> bool:
+    """Whether it tells of a process that ended though nobody had asked it to."""
+    return event.kind == "process_ended" and not event.fields["why"].startswith(STOPPED_PREFIX)
+
+
+def format_event(event: Event) -> str:
+    """An event as a line for people; empty for those that are no news."""
+    f = event.fields
+    if text := EVENT_TEXTS.get(event.kind):
+        return text.format_map(f)
+    if event.kind == "move":
+        line = f"{f['gang']} moved from {f['from']} to {f['to']}"
+        if f.get("undone"):
+            return f"{f['gang']} is {f['from']} again: it did not become {f['to']} in time"
+        if f.get("policy") in SPEEDUP_RULES:
+            times = f"rollout {float(f['rollout_s']):.2f} s, training {float(f['train_s']):.2f} s"
+            return f"{line}: {times} a step"
+        return f"{line} ({f.get('policy', '')})"
+    if is_unexpected_exit(event):
+        error, count = failure_text(f.get("error", {})), int(f.get("times", 1))
+        how = f"ended by {error}" if error else f"ended ({f['why']})"
+        often = f", {count} times so far" if count > 1 else ""
+        then = "it is not started again" if f.get("final") else f"it starts again{often}"
+        return f"{f['name']} {how}; {then}"
+    if event.kind == ADMISSION:
+        return f"the job is {f['held']}" if f["held"] else "the job runs"
+    if event.kind == "host_lost":
+        return f"host {f['host']} is lost, with {', '.join(f['workers']) or 'no worker'}"
+    if event.kind == "gpu":
+        return gpu_status.format_gpu_event(f)
+    if event.kind == "phase" and f["phase"] == Phase.FAILED:
+        return f"the job failed: {f['error']}"
+    if event.kind == "changed":
+        changes = [f"{key} {was} -> {now}" for key, (was, now) in f["changes"].items()]
+        return f"from step {int(f['version']) + 1} on: {', '.join(changes)}"
+    if event.kind == corruption.CORRUPTION_EVENT:
+        return corruption.describe_event(f)
+    if event.kind == "storage_full":
+        return f"{f['why']} It was so for {float(f['seconds']):.0f} s"
+    if event.kind == MOVE_OUTCOME_EVENT:
+        return move_outcomes.format_move(decode_move_outcome(event.ms, f))
+    if event.kind == "epoch":
+        return f"redis was away for {float(f.get('away_ms', 0)) / 1000:.0f} s; leases were kept"
+    return ""
+
+
+def should_print(times: int) -> bool:
+    """Whether it is told that something has happened again: the more often, the more rarely."""
+    return times <= 3 or times & (times - 1) == 0

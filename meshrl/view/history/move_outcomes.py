@@ -1,0 +1,79 @@
+"""Moves as people see them: what was predicted, what came of it, and why none is made now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from meshrl.common.state.events import Event, parse_event_id
+from meshrl.common.state.pool.store.planner_reports import (
+    MOVE_OUTCOME_EVENT,
+    JobPrediction,
+    MoveOutcome,
+    decode_move_outcome,
+)
+
+MAX_MOVES = 10  # judged moves that are shown, the last ones
+
+
+def list_outcomes(events: Iterable[Event], subject: str = "") -> list[MoveOutcome]:
+    """The last moves that were judged: of a job, a gang or a resident, or of all, oldest first."""
+    found = (
+        decode_move_outcome(event.ms, event.fields)
+        for event in events
+        if event.kind == MOVE_OUTCOME_EVENT
+    )
+    return [m for m in found if subject in ("", m.job, m.resident, m.gang)][-MAX_MOVES:]
+
+
+def merge_events(*sources: Iterable[Event]) -> list[Event]:
+    """Events of several sources, each once, in their order."""
+    found = {
+        event.id: event
+        for source in sources
+        for event in source
+        if event.kind == MOVE_OUTCOME_EVENT
+    }
+    return sorted(found.values(), key=lambda event: parse_event_id(event.id))
+
+
+def format_seconds(value: float | None) -> str:
+    """Three digits of it; a dash where it is not known."""
+    return "-" if value is None else f"{value:.3g} s"
+
+
+def format_outcome(move: MoveOutcome) -> str:
+    """Whether it paid, and whether it was undone and why."""
+    paid = "paid" if move.paid else "did not pay"
+    if not move.undone:
+        return paid
+    return f"{paid}, undone" + (f": {move.reason}" if move.reason else "")
+
+
+def format_move(move: MoveOutcome) -> str:
+    """What came of a move, as a line of news."""
+    times = (
+        f"{format_seconds(move.observed_s)} a step, predicted {format_seconds(move.predicted_s)}"
+    )
+    without = "" if move.expected_s is None else f", {format_seconds(move.expected_s)} without it"
+    return f"the move of {move.gang} to {move.to} {format_outcome(move)}: {times}{without}"
+
+
+def describe_prediction(prediction: JobPrediction) -> list[str]:
+    """What is predicted of a job's steps as its workers are divided now, and why nothing moves."""
+    parts = {
+        "rollout": prediction.rollout_s,
+        "training": prediction.train_s,
+        "the host's cores": prediction.host_s,
+    }
+    said = ", ".join(f"{name} {format_seconds(value)}" for name, value in parts.items() if value)
+    found = []
+    if prediction.step_s:
+        found.append(
+            f"a step is predicted to take {format_seconds(prediction.step_s)}"
+            + (said and f": {said}")
+        )
+    if prediction.binds:
+        found.append(f"what binds is {prediction.binds}")
+    if prediction.error is not None:
+        found.append(f"predictions of moves were off by {100 * prediction.error:.0f} % (median)")
+    return found + [said for said in (prediction.verdict, prediction.ranks) if said]

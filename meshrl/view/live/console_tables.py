@@ -1,0 +1,48 @@
+"""Prints tables whose names can be copied: of hosts, jobs, workers, keys none is cut, as one types
+them again.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.cells import cell_len
+from rich.table import Table
+
+from meshrl.view.terminal import Console
+
+COLUMN_GAP = 3  # blanks between columns
+
+
+def make_table(*columns: str, wraps: bool = True) -> Table:
+    """An empty table of these columns, of which the last one may take several lines if it wraps."""
+    made = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0))
+    for number, column in enumerate(columns, 1):
+        whole = not wraps or number < len(columns)
+        made.add_column(column, header_style="dim", overflow="fold", no_wrap=whole)
+    return made
+
+
+def print_table(table: Table) -> None:
+    """Print a table."""
+    make_console(table).print(table)
+
+
+def make_console(*tables: Table) -> Console:
+    """Where these are printed: as wide as the terminal, or as no name is cut; a line that is longer
+    than the terminal is wrapped by it. What is no terminal gets whole lines.
+    """
+    terminal = Console().width if sys.stdout.isatty() else None
+    return Console(width=max((measure_width(one, terminal) for one in tables), default=terminal))
+
+
+def measure_width(table: Table, terminal_columns: int | None) -> int:
+    """The columns that a table takes on a terminal of so many; None: there is none."""
+    found = 0
+    for column in table.columns:
+        texts = [str(cell) for cell in (column.header, *column.cells)]
+        whole = terminal_columns is None or column.no_wrap
+        parts = texts if whole else [word for text in texts for word in text.split()]
+        found += max((cell_len(line) for part in parts for line in part.splitlines()), default=0)
+        found += COLUMN_GAP
+    return max(found, terminal_columns or 0)

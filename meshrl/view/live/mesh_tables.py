@@ -1,0 +1,198 @@
+"""What `meshrl status`, `workers` and `hosts` print of a mesh: jobs, processes, workers, hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
+from meshrl.common.state.pool.store.planner_reports import MoveOutcome
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.view.history.blocked_jobs import find_block_reason
+from meshrl.view.history.move_outcomes import format_outcome, format_seconds
+from meshrl.view.live import console_tables
+from meshrl.view.live.run_view import ROLE_COLORS, format_tier
+from meshrl.view.mesh import gpu_status
+from meshrl.view.mesh.host_rows import HostRow
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.worker_lines import list_worker_lines
+
+
+def make_jobs_table(mesh: MeshSnapshot) -> Table:
+    """A row a job: what it does, and its part of the workers. Why one waits, `whys` says."""
+    table = console_tables.make_table(
+        "job", "phase", "steps", "workers", "priority", "share", "trained", "run"
+    )
+    for row in mesh.jobs:
+        part = row.document.get("pool", {})
+        table.add_row(
+            row.id,
+            format_state(find_block_reason(row), row.phase),
+            f"{row.steps_done}/{row.document['budget']['steps']}",
+            ""
+            if row.is_terminal
+            else format_worker_count(len(mesh.find_workers(row.id)), mesh.entitlements.get(row.id)),
+            str(part.get("priority", 0)),
+            f"{part.get('share', 1.0):g}",
+            str(row.trained),
+            row.run_dir,
+        )
+    return table
+
+
+def list_block_reasons(rows: Sequence[JobRow]) -> list[str]:
+    """Why jobs wait or are paused, a line each."""
+    return [f"{row.id} is {find_block_reason(row)}" for row in rows if find_block_reason(row)]
+
+
+def format_state(block_reason: str, phase: str) -> Text:
+    """Return what a job does: `held` is why it waits or is paused, empty if it does neither."""
+    if block_reason:
+        return Text(block_reason.partition(":")[0], style="yellow")
+    return Text(phase.replace("_", " "), style="red" if phase == Phase.FAILED else "")
+
+
+def format_worker_count(workers: int, entitled: int | None) -> str:
+    """How many workers a job has, and how many it is to have."""
+    return str(workers) if entitled is None else f"{workers}/{entitled}"
+
+
+def make_processes_table(mesh: MeshSnapshot) -> Table:
+    """A row a process that lives: how fresh its lease is, and whom it waits for."""
+    table = console_tables.make_table("process", "pid", "renewed", "metrics", "waits for")
+    for entry in sorted(mesh.entries, key=lambda e: e.name):
+        if entry.alive:
+            leads = " (leads)" if mesh.leader.startswith(entry.name) else ""
+            renewed = f"{(mesh.now_ms - entry.renewed_ms) / 1000:.1f} s ago"
+            waits = ", ".join(sorted({wait["on"] for wait in entry.waits}))
+            table.add_row(entry.name + leads, str(entry.pid), renewed, entry.metrics, waits)
+    return table
+
+
+def make_workers_table(mesh: MeshSnapshot) -> Table:
+    """A row for each resident of each worker, and for each idle worker."""
+    table = console_tables.make_table(
+        "worker", "on", "gang", "resident", "job", "role", "tier", "state", ""
+    )
+    residents = {resident.id: resident for _, resident in mesh.instances}
+    for line in list_worker_lines(mesh):
+        notes = [line.gpu_text]
+        if (one := residents.get(line.instance)) is not None:
+            notes = [
+                line.activity if one.role != Role.SCORING else "",
+                "by turns" if one.turns else "",
+                "placed by hand" if one.pinned else "",
+                one.detail,
+                line.gpu_text,
+            ]
+        table.add_row(
+            line.worker,
+            line.accelerator,
+            line.gang,
+            line.instance,
+            line.job,
+            Text(line.role, style=ROLE_COLORS.get(line.role, "")),
+            format_tier(line),
+            line.state,
+            ", ".join(filter(None, notes)),
+        )
+    return table
+
+
+def format_exits(mesh: MeshSnapshot) -> list[str]:
+    """Which processes have ended unasked, a line each."""
+    return [
+        f"{end.name} ended {(mesh.now_ms - end.at_ms) / 1000:.0f} s ago"
+        + (f", {end.times} times in all" if end.times > 1 else "")
+        + f": {end.told}"
+        for end in mesh.last_exits
+    ]
+
+
+def list_copy_errors(entries: Sequence[RegistryEntry]) -> list[str]:
+    """Why the mesh's durable copy, or copies of versions, are not kept at the moment, or deltas of
+    them not made, if they are not.
+    """
+    kept = {
+        "durable_trouble": "durable copy",
+        "copies_trouble": "weights.copies of",
+        "deltas_trouble": "training.deltas, so that versions go in full",
+    }
+    told = ((e.stats.get(key), what) for e in entries if e.alive for key, what in kept.items())
+    return [f"{what}: {trouble}" for trouble, what in told if trouble]
+
+
+def list_quota_errors(entries: Sequence[RegistryEntry]) -> list[str]:
+    """Which jobs' next versions have no room in the store by their quotas."""
+    told = (str(e.stats.get("quota_trouble", "")) for e in entries if e.alive)
+    why = "`meshrl weights list RUN` says what stays"
+    return [f"weights.quota_gb: {trouble}. {why}" for trouble in told if trouble]
+
+
+def to_document(mesh: MeshSnapshot) -> dict[str, Any]:
+    """The workers, with the figures of their GPUs, and the gangs of a mesh as JSON has them."""
+    stats = mesh.stats
+    found = ((worker, gpu_status.read_gpu_stats(worker, stats)) for worker in mesh.workers)
+    return {
+        "workers": [asdict(worker) | ({"gpu": gpu} if gpu else {}) for worker, gpu in found],
+        "gangs": [asdict(gang) for gang in mesh.gangs],
+    }
+
+
+def make_moves_table(outcomes: Iterable[MoveOutcome]) -> Table:
+    """A row a move; times are seconds a step."""
+    made = console_tables.make_table(*MOVE_COLUMNS)
+    for move in outcomes:
+        made.add_row(
+            datetime.fromtimestamp(move.ms / 1000).strftime("%H:%M:%S"),
+            "" if move.step is None else str(move.step),
+            move.gang,
+            f"{move.was} -> {move.to}",
+            move.policy,
+            *map(
+                format_seconds, (move.before_s, move.expected_s, move.predicted_s, move.observed_s)
+            ),
+            format_seconds(move.regret_s),
+            format_outcome(move),
+        )
+    return made
+
+
+HOST_COLUMNS = (
+    *("host", "state", "address", "since", "workers", "services"),
+    *("busy", "trip", "clock", ""),
+)
+MOVE_COLUMNS = (
+    *("judged", "step", "gang", "moved", "rule"),
+    *("before", "without", "predicted", "observed", "regret", "outcome"),
+)
+
+
+def make_hosts_table(rows: list[HostRow]) -> Table:
+    """A row a host; of its services how many there are, and what may be, where that is not all."""
+    made = console_tables.make_table(*HOST_COLUMNS)
+    for row in rows:
+        kinds = sorted({accelerator.partition(":")[0] for accelerator in row.accelerators})
+        takes = "" if set(row.takes) == set(ALL_SERVICES) else f" {' '.join(row.takes) or 'none'}"
+        notes = ["head" if row.head else "", f"{row.planner} stands by" if row.planner else ""]
+        since = datetime.fromtimestamp(row.since_s).strftime("%m-%d %H:%M") if row.since_s else ""
+        made.add_row(
+            row.host,
+            row.state,
+            row.address,
+            since,
+            f"{len(row.workers)} {'+'.join(kinds)}".strip(),
+            f"{len(row.services)}{takes}",
+            "" if row.cores is None else f"{row.busy_cores:.1f} of {row.cores:g}",
+            "" if row.trip_ms is None else f"{row.trip_ms:.1f} ms",
+            "" if row.ahead_ms is None else f"{row.ahead_ms:+.0f} ms",
+            ", ".join(filter(None, [*notes, row.draining])),
+        )
+    return made

@@ -1,0 +1,390 @@
+"""Shows a run while it runs: a live view on a terminal, elsewhere one plain line a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from meshrl.common.base.host.terminal import escaped_output
+from meshrl.common.job.evaluation_plan import GREEDY, HELD_OUT, SAMPLED
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.view.guard import WarningGuard
+from meshrl.view.history.job_failures import (
+    MAX_KINDS,
+    FailurePrinter,
+    explain_unscored,
+    format_count,
+    format_figures,
+    format_first,
+    format_share,
+)
+from meshrl.view.history.run_snapshot import Evaluation, RunSnapshot
+from meshrl.view.mesh.prefix_stats import format_prefix_figures
+from meshrl.view.mesh.worker_lines import HiddenWorkers, WorkerLine
+from meshrl.view.terminal import Console
+
+SPARKLINE_BLOCKS = " ▁▂▃▄▅▆▇█"
+ROLE_COLORS: dict[str, str] = {
+    Role.ROLLOUT: "cyan",
+    Role.TRAINING: "magenta",
+    Role.SCORING: "green",
+    Role.IDLE: "bright_black",
+}
+CURVE_WIDTH = 60
+MAX_OTHER_JOBS = 6  # other jobs that are shown by name
+# What is said when nothing stands in the way any more, by the field of a snapshot that tells it.
+RESOLVED_TEXTS = {
+    "full": "there is room on the disk again",
+    "held": "the job runs",
+    "quiet": "the job comes further again",
+    "trouble": "redis answers again",
+}
+
+
+def make_run_view(run_dir: Path) -> RunScreen | RunLines:
+    """The live view when stdout is a terminal, else lines."""
+    return RunScreen(run_dir) if sys.stdout.isatty() else RunLines()
+
+
+class LinePrinter:
+    """Base of the views that print lines."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def print_line(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class RunLines(LinePrinter):
+    """One line for each step, evaluation and change of phase; for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._steps = -1
+        self._evaluations = 0
+        self._phase: Phase | None = None
+        self._shown_problems: dict[str, str] = {}  # by what stands in the way, see `OVER`
+        self._alerts = 0
+        self._failures = FailurePrinter()
+
+    def show(self, snapshot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
+        at = f"[{format_duration(snapshot.elapsed_s)}]"
+        if self._phase != Phase.TRAINING:  # after training, the last steps come before the news
+            self._show_phase(snapshot)
+        for name, over in RESOLVED_TEXTS.items():
+            now, before = getattr(snapshot, name), self._shown_problems.get(name, "")
+            if now != before if name == "held" else bool(now) != bool(before):
+                self.print_line(f"{at} {now or over}")
+            self._shown_problems[name] = now
+        for alert in snapshot.alerts[self._alerts :]:
+            self.print_line(f"{at} {alert}")
+        self._alerts = len(snapshot.alerts)
+        if self._steps < 0:  # what a resumed run did before is not news
+            self._steps = 0 if len(rows) <= 1 else int(rows[-1]["step"])
+        new = list(takewhile(lambda row: row["step"] > self._steps, reversed(rows)))[::-1]
+        for row in new:
+            self.print_line(format_step(row, snapshot))
+        for line in self._failures.format_new(snapshot.failures, bool(new), snapshot.elapsed_s):
+            self.print_line(f"{at} {line}")
+        self._steps = int(rows[-1]["step"]) if rows else 0
+        self._show_phase(snapshot)
+        for evaluation in snapshot.evaluations[self._evaluations :]:
+            self.print_line(format_evaluation(evaluation))
+        self._evaluations = len(snapshot.evaluations)
+
+    def _show_phase(self, snapshot: RunSnapshot) -> None:
+        if snapshot.phase != self._phase:
+            self._phase = snapshot.phase
+            self.print_line(
+                f"[{format_duration(snapshot.elapsed_s)}] {snapshot.phase.replace('_', ' ')}"
+            )
+
+
+class ScreenView:
+    """A screen that is redrawn, with lines above it that stay."""
+
+    def __init__(self) -> None:
+        self._live = Live(console=Console(), auto_refresh=False, transient=False)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        self._output_guard = escaped_output()  # what is printed meanwhile, above the screen
+        self._output_guard.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._output_guard.__exit__(None, None, None)
+        self._live.__exit__(kind, error, tb)
+
+    def print_line(self, text: str) -> None:
+        self._live.console.print(text)
+
+    def _draw(self, screen: RenderableType) -> None:
+        self._live.update(screen, refresh=True)
+
+
+class RunScreen(ScreenView):
+    """The whole run on one screen, redrawn with each snapshot."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+
+    def show(self, snapshot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
+        self._draw(render_screen(snapshot, self._run_dir))
+
+
+def render_screen(snapshot: RunSnapshot, run_dir: Path) -> RenderableType:
+    """The live view of one snapshot."""
+    parts: list[RenderableType] = [
+        _render_progress(snapshot),
+        _render_learning(snapshot),
+        _render_workers(snapshot),
+    ]
+    if snapshot.held:
+        parts.insert(0, Text(snapshot.held, style="yellow"))
+    if snapshot.other_jobs:
+        more = len(snapshot.other_jobs) - MAX_OTHER_JOBS
+        beside = [
+            *snapshot.other_jobs[:MAX_OTHER_JOBS],
+            *([f"and {more} more"] if more > 0 else []),
+        ]
+        parts.append(_make_grid([("beside", "\n".join(beside))]))
+    if snapshot.histogram:
+        parts.append(_render_in_flight(snapshot))
+    if snapshot.failures:
+        parts.append(
+            Text("\n".join(map(format_count, snapshot.failures[-MAX_KINDS:])), style="yellow")
+        )
+        parts.append(Text(format_first(snapshot.failures[-1]), style="dim yellow"))
+    if snapshot.news:
+        parts.append(Text("\n".join(snapshot.news), style="dim"))
+    if wrong := snapshot.full or snapshot.trouble or snapshot.quiet or snapshot.error:
+        parts.append(Text(wrong, style="bold red"))
+    about = f"  seed {snapshot.seed}  {snapshot.phase.replace('_', ' ')}"
+    title = Text.assemble((snapshot.job, "bold"), about)
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=Text(str(run_dir)))
+
+
+def _render_progress(snapshot: RunSnapshot) -> RenderableType:
+    warming = snapshot.phase == Phase.WARM_START
+    done, total = (
+        (snapshot.warm_start_share, 1.0)
+        if warming
+        else (float(snapshot.step), float(snapshot.steps))
+    )
+    what = (
+        f"warm start {snapshot.warm_start_share:.0%}"
+        if warming
+        else f"step {snapshot.step}/{snapshot.steps}"
+    )
+    to_go = f"about {format_duration(snapshot.eta_s)} to go" if snapshot.eta_s is not None else ""
+    line = Table.grid(padding=(0, 2), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    bar = ProgressBar(total=total, completed=done)
+    line.add_row(what, bar, f"{format_duration(snapshot.elapsed_s)}  {to_go}".rstrip())
+    return line
+
+
+def _render_learning(snapshot: RunSnapshot) -> RenderableType:
+    now = f"{snapshot.rewards[-1]:.3f}" if snapshot.rewards else "-"
+    rows = [("reward", f"{now}  {draw_sparkline(snapshot.rewards[-CURVE_WIDTH:])}")]
+    held = "   ".join(
+        f"{e.step}: {e.sampled_reward:.3f}{format_share(e.scored_shares.get(SAMPLED))}"
+        + (f" ({e.greedy_reward:.3f} greedy)" if e.greedy_reward is not None else "")
+        for e in snapshot.evaluations[-4:]
+        if e.sampled_reward is not None
+    )
+    last = snapshot.evaluations[-1] if snapshot.evaluations else None
+    missing = explain_unscored(last.scored_shares, last.unscored_reasons) if last else ""
+    rows.append(("held-out", "   ".join(filter(None, (held, missing))) or "-"))
+    if last and (others := format_other_figures(last)):
+        rows.append(("evaluated", f"{last.step}: {others}"))
+    speed = (
+        f"{snapshot.rollout_tokens_per_s:,.0f} rolled out   "
+        f"{snapshot.trained_tokens_per_s:,.0f} trained"
+    )
+    rows.append(("tokens/s", speed))
+    if said := format_prefix_figures(snapshot.prefix_figures):
+        rows.append(("prefixes", said))
+    stale = f"staleness {snapshot.staleness:.2f} (at most {snapshot.max_staleness})"
+    apart = f"log-probability gap {format_gap(snapshot.logprob_gap)}"
+    rows.append(("off-policy", f"{stale}   {apart}   entropy {snapshot.entropy:.2f}"))
+    return _make_grid(rows)
+
+
+def _render_workers(snapshot: RunSnapshot) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("worker", "on", "gang", "role", "tier", "state", "doing"):
+        table.add_column(column, no_wrap=True, header_style="dim")
+    for line in snapshot.worker_lines:
+        mine = line.job in ("", snapshot.job)
+        role = Text(line.role, style=ROLE_COLORS.get(line.role, ""))
+        doing = ", ".join(
+            filter(None, [line.activity if mine else f"job {line.job}", line.gpu_text])
+        )
+        cells = (
+            line.worker,
+            line.accelerator,
+            line.gang,
+            role,
+            format_tier(line),
+            line.state,
+            doing,
+        )
+        table.add_row(*cells, style="" if mine else "dim")
+    more = format_hidden_workers(snapshot.hidden_workers)
+    return Group(table, Text(more, style="dim")) if more else table
+
+
+def format_tier(line: WorkerLine) -> str:
+    """Where a resident's tensors are; and where they are to be, if that is elsewhere."""
+    if not line.instance:
+        return ""
+    return line.tier if line.tier == line.desired_tier else f"{line.tier} -> {line.desired_tier}"
+
+
+def format_hidden_workers(hidden: HiddenWorkers) -> str:
+    """How many workers are not shown, and why."""
+    parts = [f"{hidden.busy_elsewhere} for other jobs"] if hidden.busy_elsewhere else []
+    parts += [f"{hidden.idle} more that are idle"] if hidden.idle else []
+    return f"workers not shown: {', '.join(parts)}" if parts else ""
+
+
+def _make_grid(rows: Iterable[tuple[str, RenderableType]], wraps: bool = True) -> Table:
+    """Rows, each with its name in front."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(no_wrap=not wraps)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
+
+
+def _render_in_flight(snapshot: RunSnapshot) -> RenderableType:
+    """Trajectories in flight by length: the tail that a step waits for is to the right."""
+    filled = [i for i, count in enumerate(snapshot.histogram) if count]
+    bars = draw_sparkline(snapshot.histogram[: max(filled, default=0) + 1])
+    labels = [str(bound) for bound in snapshot.histogram_bounds]
+    labels = [*labels, "more"][: len(bars)]
+    width = max(map(len, labels), default=1)
+    spread = " ".join(bar * width for bar in bars)
+    axis = " ".join(label.rjust(width) for label in labels)
+    rows: list[tuple[str, RenderableType]] = [
+        ("in flight", f"{snapshot.in_flight} trajectories, by tokens so far"),
+        ("", Text(spread, style="cyan")),
+        ("", Text(axis, style="dim")),
+    ]
+    return _make_grid(rows, wraps=False)
+
+
+def draw_sparkline(values: Sequence[float]) -> str:
+    """One block character a value, from 0 (blank) to the largest (full)."""
+    top = max(values, default=0)
+    if top <= 0:
+        return SPARKLINE_BLOCKS[0] * len(values)
+    scaled = (max(0.0, value) / top * (len(SPARKLINE_BLOCKS) - 1) for value in values)
+    return "".join(SPARKLINE_BLOCKS[max(1, round(s)) if s > 0 else 0] for s in scaled)
+
+
+def format_duration(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def format_step(row: dict[str, Any], snapshot: RunSnapshot) -> str:
+    rate = (
+        f"{snapshot.rollout_tokens_per_s / 1000:.1f}k rolled out "
+        f"{snapshot.trained_tokens_per_s / 1000:.1f}k trained"
+    )
+    return (
+        f"[{format_duration(snapshot.elapsed_s)}] step {row['step']}/{snapshot.steps}"
+        f"  reward {row['reward']:.3f}  length {row['length_mean']:.0f}"
+        f"  staleness {row['staleness']:.2f}  gap {format_gap(row['logprob_gap'])}"
+        f"  failed {100 * row.get('failed_share', 0):.0f} %"
+        f"  tokens/s {rate}  {format_roles(snapshot.worker_lines, snapshot.job)}"
+    )
+
+
+def format_gap(value: float | None) -> str:
+    """None: no token of the step had its whole prefix from one version."""
+    return "-" if value is None else f"{value:.1e}"
+
+
+def format_evaluation(evaluation: Evaluation) -> str:
+    parts, shares = [], evaluation.scored_shares
+    if evaluation.sampled_reward is not None:
+        parts.append(f"{evaluation.sampled_reward:.3f} sampled{format_share(shares.get(SAMPLED))}")
+    if evaluation.greedy_reward is not None:
+        parts.append(f"{evaluation.greedy_reward:.3f} greedy{format_share(shares.get(GREEDY))}")
+    parts += [others] if (others := format_other_figures(evaluation)) else []
+    parts += [missing] if (missing := explain_unscored(shares, evaluation.unscored_reasons)) else []
+    best = "; the best so far" if evaluation.is_best else ""
+    what = "held-out" if evaluation.sampled_reward is not None else "evaluated"
+    return f"{what} after step {evaluation.step}: {', '.join(parts) or 'no figure'}{best}"
+
+
+def format_other_figures(evaluation: Evaluation) -> str:
+    """The figures of the datasets beside the held-out set."""
+    others = {k: v for k, v in evaluation.figures.items() if not k.startswith(f"{HELD_OUT}.")}
+    return format_figures(others, evaluation.scored_shares)
+
+
+def format_roles(workers: Sequence[WorkerLine], job: str) -> str:
+    """`w0:training w1:rollout`, of those that serve the job."""
+    return " ".join(f"{w.worker}:{w.role}" for w in workers if w.instance and w.job == job)
+
+
+class GuardedView:
+    """A view of a run whose faults, such as a closed pipe, do not end the run."""
+
+    def __init__(self, view: RunScreen | RunLines) -> None:
+        self._view, self._guard = view, WarningGuard()
+
+    def __enter__(self) -> Self:
+        with self._guard("the view"):
+            self._view.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        with self._guard("the view"):
+            self._view.__exit__(kind, error, tb)
+
+    def print_line(self, text: str) -> None:
+        """Print a line."""
+        with self._guard("the view"):
+            self._view.print_line(text)
+
+    def show(self, snapshot: RunSnapshot, rows: Sequence[dict[str, Any]]) -> None:
+        """Draw a snapshot of the run."""
+        with self._guard("the view"):
+            self._view.show(snapshot, rows)

@@ -1,0 +1,71 @@
+"""`meshrl samples`: prints the trajectories that a run has kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.text import Text
+
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.host.terminal import escape_controls
+from meshrl.view.history.sample_files import (
+    Sample,
+    find_file_ends,
+    format_heading,
+    list_corrupt,
+    matches_order,
+    read_new,
+    read_samples,
+    select_samples,
+    split_parts,
+)
+from meshrl.view.terminal import Console
+
+POLL_S = 0.5  # between two looks for what is new
+STYLES = {"prompt": "dim", "model": "cyan", "tool": "yellow", "environment": "green"}
+
+
+def print_samples(
+    run_dir: Path, step: int | None, order: str, limit: int, follow: bool, as_json: bool
+) -> None:
+    """Prints samples of a run; NotFound when it has none and is not followed."""
+    read_to = find_file_ends(run_dir)
+    for line in list_corrupt(run_dir):
+        print(f"damaged: {line}; the others are shown", file=sys.stderr)
+    found = [s for s in read_samples(run_dir) if step is None or s["step"] == step]
+    if not found and not follow:
+        of = "" if step is None else f" of step {step}"
+        raise NotFound(
+            f"{run_dir} has no samples{of} yet",
+            fix="they come as trajectories end; --follow waits for them",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    for sample in select_samples(found, order, limit):
+        _print_sample(console, sample, as_json)
+    if follow:
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                for sample in read_new(run_dir, read_to):
+                    if (step is None or sample["step"] == step) and matches_order(sample, order):
+                        _print_sample(console, sample, as_json)
+                time.sleep(POLL_S)
+
+
+def _print_sample(console: Console, sample: Sample, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(sample), flush=True)
+        return
+    console.print(
+        Text(
+            escape_controls(format_heading(sample)), style="bold red" if sample["error"] else "bold"
+        )
+    )
+    for role, title, text in split_parts(sample):
+        label = Text(f"{title}: ", style=f"bold {STYLES[role]}")
+        console.print(label.append(Text(escape_controls(text), style=STYLES[role])))
+    console.print()
+    sys.stdout.flush()

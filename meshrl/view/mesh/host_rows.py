@@ -1,0 +1,112 @@
+"""How the hosts of a mesh stand: what its records, its registry and its launcher tell of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.common.api.stats import NodeStats
+from meshrl.common.base.host.settings import MeshSettings
+from meshrl.common.mesh.transport.address import parse_endpoint
+from meshrl.common.state.pool.scheduling.host_services import ALL_SERVICES
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT
+from meshrl.common.state.pool.workers.process_names import PLACED_KINDS
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.directory.directory_paths import MeshPaths
+from meshrl.directory.joined_hosts import JoinedHost, read_joined_hosts
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, read_full_snapshot
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One host. `meshrl hosts --json` prints these: names stay."""
+
+    host: str
+    state: str  # up | away | joining | draining | drained
+    head: bool
+    address: str  # by which others reach it
+    since_s: float  # wall clock, when it joined; 0: as long as the mesh is up
+    workers: list[str]
+    accelerators: list[str]
+    residents: list[str]  # that are to be there
+    processes: list[str]  # that were placed there, and live
+    services: list[str]  # shards and sandboxes that are to be there
+    takes: list[str]  # the services that may be placed there
+    tiers: list[str] | None  # of isolation, that sandboxes have there; None: nobody has asked
+    planner: str  # the name of the planner that stands by there; empty: none
+    draining: str  # why nothing new is placed there; empty: something may be
+    trip_ms: float | None  # to Redis and back; None: not measured
+    ahead_ms: float | None  # its clock, of that of Redis' host
+    cores: float | None  # processors that its processes share; None: not known
+    busy_cores: float | None  # of these, that were busy in the last seconds
+
+
+async def read_hosts(state: StateClient, mesh_paths: MeshPaths) -> list[HostRow]:
+    """Read all hosts, see `rows`."""
+    return build_host_rows(await read_full_snapshot(state, ()), mesh_paths)
+
+
+def build_host_rows(mesh: MeshSnapshot, mesh_paths: MeshPaths) -> list[HostRow]:
+    """All hosts, the head first, then in the order in which they joined."""
+    settings = MeshSettings.from_file(mesh_paths.settings)
+    joined = read_joined_hosts(mesh_paths)
+    entries = {e.host: e for e in mesh.entries if e.kind == "node"}
+    names = {settings.host, *joined, *(e.host for e in entries.values() if e.alive)}
+    names |= {worker.host for worker in mesh.workers}
+    names -= {name for name, why in mesh.drain_reasons.items() if why == HOST_LEFT}
+    order = [settings.host, *joined]
+    ordered = sorted(names, key=lambda n: (order.index(n) if n in order else len(order), n))
+    return [
+        _build_host_row(name, name == settings.host, entries.get(name), joined.get(name), mesh)
+        for name in ordered
+    ]
+
+
+def _build_host_row(
+    name: str,
+    is_head: bool,
+    entry: RegistryEntry | None,
+    joined: JoinedHost | None,
+    mesh: MeshSnapshot,
+) -> HostRow:
+    workers = [worker for worker in mesh.workers if worker.host == name]
+    ids = {worker.id for worker in workers}
+    residents = sorted(
+        resident.id
+        for gang, resident in mesh.instances
+        for rank in resident.ranks
+        if gang.workers[rank] in ids
+    )
+    processes = sorted(
+        e.name for e in mesh.entries if e.alive and e.kind in PLACED_KINDS and e.host == name
+    )
+    services = [service for host, service in mesh.services if host == name]
+    draining = mesh.drain_reasons.get(name, "")
+    said = NodeStats.decode(entry.stats if entry is not None else {})
+    stats = said if entry is not None and entry.alive else NodeStats()
+    address = joined.address if joined is not None else ""
+    state = "joining" if entry is None else "away"
+    if entry is not None and entry.alive:
+        busy = residents or processes or services
+        state = ("draining" if busy else "drained") if draining else "up"
+        address = parse_endpoint(entry.address).removeprefix("tcp://").rpartition(":")[0]
+    return HostRow(
+        host=name,
+        state=state,
+        head=is_head,
+        address=address,
+        since_s=joined.joined_s if joined is not None else 0.0,
+        workers=[worker.id for worker in workers],
+        accelerators=[worker.accelerator for worker in workers],
+        residents=residents,
+        processes=processes,
+        services=services,
+        takes=list(ALL_SERVICES if said.takes is None else said.takes),
+        tiers=None if said.tiers is None else list(said.tiers),
+        planner=joined.planner if joined is not None else "",
+        draining=draining,
+        trip_ms=stats.trip_ms,
+        ahead_ms=stats.ahead_ms,
+        cores=stats.cores,
+        busy_cores=stats.busy_cores,
+    )

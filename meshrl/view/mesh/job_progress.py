@@ -1,0 +1,77 @@
+"""Jobs that make no progress: no group, step or evaluation for long, whoever waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshrl.common.state.jobs import JobRow, Phase
+from meshrl.common.state.registry import RegistryEntry
+
+# How long nothing may come, by phase: models are loaded, then a first group is generated; a warm
+# start or an evaluation is one piece of progress, however many its steps and samples.
+PROGRESS_LIMIT_MS = {
+    Phase.QUEUED: 300_000,
+    Phase.WARM_START: 1_800_000,
+    Phase.BASELINE: 900_000,
+    Phase.TRAINING: 300_000,
+    Phase.EVALUATION: 900_000,
+}
+MIN_LIMIT_MS = 120_000  # once groups have come: nothing that a small job does takes longer
+SLOW_STEP_FACTOR = 2  # than the slowest of late: then it is no slow step any more
+WORKING_KINDS = (
+    *("trainer", "rank", "hybrid", "engine"),
+    *("scoring", "rollout", "sandbox"),
+)  # in order
+MIN_REPORTED_LAG_MS = 1_000  # of an event loop: worth saying
+
+
+def measure_no_progress_ms(job: JobRow, now_ms: float) -> float:
+    """For how long it has made no progress, if that is longer than it should be; else 0. A job that
+    waits or is paused stands still by decision.
+    """
+    if job.is_terminal or job.held or not job.progress_ms:
+        return 0.0
+    running = job.phase == Phase.TRAINING and job.slowest_ms
+    least = MIN_LIMIT_MS if running else PROGRESS_LIMIT_MS[job.phase]
+    since_ms = now_ms - job.progress_ms
+    return since_ms if since_ms > max(least, SLOW_STEP_FACTOR * job.slowest_ms) else 0.0
+
+
+def describe_no_progress(job: JobRow, now_ms: float) -> str:
+    """For how long a job has made no progress, and where it is; empty if it is not too long."""
+    since_ms = measure_no_progress_ms(job, now_ms)
+    return f"for {since_ms / 1000:.0f} s {describe_position(job)}" if since_ms else ""
+
+
+def describe_position(job: JobRow) -> str:
+    """Where a job is that makes no progress."""
+    steps = job.document.get("budget", {}).get("steps", "?")
+    return (
+        "no group, step or evaluation has come; the job is in phase "
+        f"{str(job.phase).replace('_', ' ')}, at step {job.steps_done} of {steps}"
+    )
+
+
+def list_working_processes(entries: Sequence[RegistryEntry]) -> list[RegistryEntry]:
+    """The processes that jobs come further by, in the order of their kinds."""
+    alive = [entry for entry in entries if entry.alive and entry.kind in WORKING_KINDS]
+    return sorted(alive, key=lambda entry: (WORKING_KINDS.index(entry.kind), entry.name))
+
+
+def describe_activity(entry: RegistryEntry, now_ms: float) -> str:
+    """What a process does as far as it says so: how its loop runs, and its longest wait."""
+    said = ["ready" if entry.stats.get("ready", True) else "not ready"]
+    lag_ms = float(entry.stats.get("loop_lag_ms", 0.0))
+    if lag_ms > MIN_REPORTED_LAG_MS:
+        said.append(f"its event loop is {lag_ms / 1000:.1f} s late")
+    running = {k: entry.stats[k] for k in ("running", "serving", "in_flight") if k in entry.stats}
+    said += [f"{name.replace('_', ' ')} {count}" for name, count in running.items() if count]
+    waits: list[dict[str, Any]] = sorted(entry.waits, key=lambda wait: int(wait["since_ms"]))
+    if waits:
+        wait = waits[0]
+        since_s = (now_ms - wait["since_ms"]) / 1000
+        said.append(f"waits for {wait['on']} ({wait['what']}) since {since_s:.0f} s")
+    else:
+        said.append("waits for nobody")
+    return f"{entry.name} ({entry.pid}): {', '.join(said)}"

@@ -1,0 +1,284 @@
+"""Figures of a mesh at one moment that `meshrl top` and `watch` show, made of its snapshots.
+
+`asdict` of a frame is the document of `meshrl top --json`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from meshrl.common.api.stats import NodeStats
+from meshrl.common.state import steps
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.scheduling.snapshot import Move
+from meshrl.common.state.pool.store.planner_reports import JobPrediction, MoveOutcome
+from meshrl.common.state.pool.workers.process_names import role_process_name
+from meshrl.common.state.pool.workers.rows import Gang, Instance, Role
+from meshrl.common.state.redis.client import StateClient
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.view.mesh.job_progress import describe_no_progress
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot, StepRows, read_mesh_snapshot
+from meshrl.view.mesh.process_usage import find_owner_job
+from meshrl.view.mesh.rates import (
+    TokenRate,
+    compute_steps_per_min,
+    compute_trained_rate,
+    compute_wait_share,
+)
+from meshrl.view.mesh.worker_lines import WorkerLine, list_worker_lines
+
+CURVE_STEPS = 24  # rewards of the last steps
+
+
+@dataclass(frozen=True)
+class JobFrame:
+    """A job: how it stands, how fast it is, and what is predicted of it."""
+
+    job: str
+    phase: str
+    held: str  # `waiting: WHY` or `paused: WHY`; empty: it runs, or has ended
+    quiet: str  # for how long it has made no progress, if that is too long
+    error: str
+    step: int
+    steps: int
+    steps_per_min: float | None = None  # None: too early to say
+    reward: float | None = None  # of the last step
+    rewards: tuple[float, ...] = ()
+    workers: int | None = None  # that it has; None: it is not told
+    entitled: int | None = None  # that it is to have
+    rolled_out_s: float | None = None  # tokens/s
+    trained_s: float | None = None
+    in_flight: int | None = None  # trajectories
+    running: int | None = None  # requests in its engines that are computed
+    waiting: int | None = None  # requests that wait for an engine, or in one
+    wait_share: float | None = None  # of the trainer's time, for trajectories
+    now: JobPrediction | None = None
+
+
+@dataclass(frozen=True)
+class InstanceFrame:
+    """A resident, on all the workers that it occupies."""
+
+    gang: str
+    resident: str
+    workers: tuple[str, ...]
+    job: str
+    role: str  # the core of a training is `core`
+    tier: str  # where its tensors are
+    wanted: str  # where they are to be
+    state: str
+    tensor_parallel: int | None  # of its engine; None: it has none, or that is not known
+    doing: str
+
+
+@dataclass(frozen=True)
+class HostFrame:
+    """A host whose agent tells how busy its processors are."""
+
+    host: str
+    cores: float
+    busy_cores: float
+
+
+@dataclass(frozen=True)
+class MoveFrame:
+    """A move that is under way."""
+
+    gang: str
+    resident: str
+    job: str
+    was: str
+    to: str
+    rule: str
+    since_s: float
+    left_s: float  # until it is undone, if it is not complete by then
+    predicted_s: float | None  # seconds a step, after it
+
+
+@dataclass(frozen=True)
+class MeshFrame:
+    """A mesh at one moment."""
+
+    mesh: str
+    jobs: tuple[JobFrame, ...] = ()
+    residents: tuple[InstanceFrame, ...] = ()
+    idle: tuple[str, ...] = ()  # workers on which nothing resides
+    lost: tuple[str, ...] = ()  # workers whose process is gone
+    hosts: tuple[HostFrame, ...] = ()
+    moves: tuple[MoveFrame, ...] = ()
+    judged: tuple[MoveOutcome, ...] = ()  # the last moves, by what came of them; oldest first
+
+
+class MeshWatcher:
+    """Looks at all jobs of a mesh that go on, and at those that have ended since it began."""
+
+    def __init__(self, state: StateClient, root: str) -> None:
+        self._state, self._root, self._started_s = state, root, time.monotonic()
+        self._shown_jobs: set[str] = set()
+        self._steps: dict[str, StepRows] = {}
+        self._rates: dict[str, TokenRate] = {}
+        self._rollout_rates: dict[str, float] = {}
+        self.mesh = MeshSnapshot()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._started_s
+
+    async def poll(self) -> MeshSnapshot:
+        """The mesh now. StateUnavailable, DeadlineExceeded."""
+        found = await read_mesh_snapshot(self._state)
+        rows = [row for row in found.jobs if not row.is_terminal or row.id in self._shown_jobs]
+        for row in rows:
+            if row.is_terminal and row.id in self._steps:
+                continue
+            # Rows that a new lineage has left behind are gone.
+            known = [r for r in self._steps.get(row.id, ()) if int(r["step"]) <= row.steps_done]
+            last = int(known[-1]["step"]) if known else max(0, row.steps_done - CURVE_STEPS)
+            if last < row.steps_done:
+                known += await steps.read_step_rows(self._state, row.id, after_step=last)
+            self._steps[row.id] = known[-CURVE_STEPS:]
+        self._shown_jobs |= {row.id for row in rows}
+        self.mesh = replace(found, jobs=rows, steps=dict(self._steps))
+        for row in rows:
+            tokens = sum(float(e.stats.get("tokens", 0)) for e in find_shards(self.mesh, row.id))
+            rate = self._rates.setdefault(row.id, TokenRate())
+            self._rollout_rates[row.id] = rate.update(self.elapsed_s, tokens)
+        return self.mesh
+
+    async def refresh(self) -> Self:
+        """Look, for a view of the mesh and its frame."""
+        await self.poll()
+        return self
+
+    def build_frame(self, outcomes: Sequence[MoveOutcome] = ()) -> MeshFrame:
+        """The last look as a frame."""
+        return build_frame(self.mesh, self._rollout_rates, self._root, outcomes)
+
+
+def build_frame(
+    mesh: MeshSnapshot,
+    rollout_rates: Mapping[str, float],
+    root: str,
+    outcomes: Sequence[MoveOutcome] = (),
+) -> MeshFrame:
+    """The frame of a snapshot. `rolled_out`: tokens/s by job, which takes several snapshots."""
+    placed = list(list_worker_lines(mesh))
+    jobs = {resident.id: resident.job for _, resident in mesh.instances}
+    by_resident: dict[str, list[WorkerLine]] = {}
+    for line in placed:
+        by_resident.setdefault(line.instance, []).append(line)
+    stats = mesh.stats
+    return MeshFrame(
+        root,
+        jobs=tuple(
+            _build_job_frame(row, mesh, rollout_rates.get(row.id, 0.0)) for row in mesh.jobs
+        ),
+        residents=tuple(
+            _build_instance_frame(gang, resident, by_resident.get(resident.id, ()), stats)
+            for gang, resident in mesh.instances
+        ),
+        idle=tuple(line.worker for line in placed if line.state == "idle"),
+        lost=tuple(dict.fromkeys(line.worker for line in placed if line.state == "lost")),
+        hosts=tuple(build_host_frames(mesh.entries)),
+        moves=tuple(
+            _build_move_frame(move, jobs.get(move.id, ""), mesh.now_ms)
+            for move in mesh.moves_in_progress
+        ),
+        judged=tuple(outcomes),
+    )
+
+
+def find_shards(mesh: MeshSnapshot, job: str) -> list[RegistryEntry]:
+    """The rollout shards of a job that live."""
+    return [e for e in mesh.entries if e.alive and e.kind == "rollout" and find_owner_job(e) == job]
+
+
+def _build_job_frame(row: JobRow, mesh: MeshSnapshot, rollout_tokens_per_s: float) -> JobFrame:
+    rows: StepRows = mesh.steps.get(row.id, ())
+    shards = find_shards(mesh, row.id)
+    engines = [
+        e for e in mesh.entries if e.alive and e.kind == "engine" and find_owner_job(e) == row.id
+    ]
+    stands = row.is_terminal or bool(row.held)
+    rewards = tuple(float(step["reward"]) for step in rows)
+    committed_ms = [int(step["committed_ms"]) for step in rows if "committed_ms" in step]
+    return JobFrame(
+        job=row.id,
+        phase=row.phase.value,
+        held="" if row.is_terminal else row.held,
+        quiet=describe_no_progress(row, mesh.last_renewed_ms),
+        error=row.error,
+        step=row.steps_done,
+        steps=int(row.document["budget"]["steps"]),
+        steps_per_min=None if stands else compute_steps_per_min(committed_ms, mesh.last_renewed_ms),
+        reward=rewards[-1] if rewards else None,
+        rewards=rewards,
+        workers=len(mesh.find_workers(row.id)),
+        entitled=None if row.is_terminal else mesh.entitlements.get(row.id),
+        rolled_out_s=0.0 if row.is_terminal else rollout_tokens_per_s,
+        trained_s=0.0 if row.is_terminal else compute_trained_rate(rows),
+        in_flight=_sum_stat(shards, "in_flight"),
+        running=_sum_stat(engines, "running"),
+        waiting=_sum_stat([*engines, *shards], "waiting"),
+        wait_share=compute_wait_share(rows),
+        now=None if stands else mesh.predictions.get(row.id),
+    )
+
+
+def _sum_stat(entries: Sequence[RegistryEntry], key: str) -> int:
+    return sum(int(entry.stats.get(key, 0)) for entry in entries)
+
+
+def _build_instance_frame(
+    gang: Gang,
+    instance: Instance,
+    ranks: Sequence[WorkerLine],
+    stats: Mapping[str, Mapping[str, Any]],
+) -> InstanceFrame:
+    core = instance.core and instance.role == Role.TRAINING
+    tensor_parallel = stats.get(role_process_name(instance), {}).get("tensor_parallel")
+    lost = any(line.state == "lost" for line in ranks)
+    return InstanceFrame(
+        gang=gang.id,
+        resident=instance.id,
+        workers=tuple(gang.workers[rank] for rank in instance.ranks),
+        job=instance.job,
+        role="core" if core else str(instance.role),
+        tier=next(
+            (str(line.tier) for line in ranks if line.tier != line.desired_tier), instance.tier
+        ),
+        wanted=str(instance.tier),
+        state="lost" if lost else str(instance.phase),
+        tensor_parallel=None if tensor_parallel is None else int(tensor_parallel),
+        doing=next((line.activity for line in ranks if line.activity), ""),
+    )
+
+
+def build_host_frames(entries: Sequence[RegistryEntry]) -> list[HostFrame]:
+    """The hosts whose agents tell of their processors, by name."""
+    nodes = [e for e in entries if e.alive and e.kind == "node"]
+    told = [(e.host, NodeStats.decode(e.stats)) for e in sorted(nodes, key=lambda e: e.host)]
+    return [
+        HostFrame(host, float(stats.cores), float(stats.busy_cores or 0.0))
+        for host, stats in told
+        if stats.cores
+    ]
+
+
+def _build_move_frame(move: Move, job: str, now_ms: float) -> MoveFrame:
+    told, predicted = move.details, move.details.get("predicted_s")
+    return MoveFrame(
+        gang=move.gang,
+        resident=move.id,
+        job=job or str(move.back.get("job", "")),
+        was=str(told.get("from", move.back.get("role", ""))),
+        to=str(told.get("to", "")),
+        rule=str(told.get("policy", "")),
+        since_s=round(max(0.0, now_ms - move.started_ms) / 1000, 1),
+        left_s=round(max(0.0, move.until_ms - now_ms) / 1000, 1),
+        predicted_s=None if predicted is None else float(predicted),
+    )

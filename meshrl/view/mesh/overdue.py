@@ -1,0 +1,166 @@
+"""What the planner has decided and nobody has brought about: residents, shards, sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from meshrl.common.mesh.process.supervision.exit_reports import LastExit
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.demand.requirements import JobRequirements, derive_requirements
+from meshrl.common.state.pool.scheduling.host_services import (
+    explain_rejected_service,
+    explain_unplaced_service,
+)
+from meshrl.common.state.pool.scheduling.snapshot import PoolHost
+from meshrl.common.state.pool.store.pool_rows import decode_host
+from meshrl.common.state.pool.workers.process_names import (
+    agent_name,
+    parse_service_name,
+    role_process_name,
+    sandbox_name,
+    shard_name,
+    worker_name,
+)
+from meshrl.common.state.pool.workers.rows import Gang, Instance, InstancePhase, Role
+from meshrl.common.state.registry import RegistryEntry
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+
+START_LIMIT_MS = 30_000  # to start a process takes seconds
+TIER_CHANGE_LIMIT_MS = 60_000  # from tier to tier at some GB a second
+LOAD_LIMIT_MS = 300_000  # a process that is there and renews its lease may load a large model
+SERVICE_START_LIMIT_MS = (
+    30_000  # from the decision to a shard that is up: its start is some seconds
+)
+
+
+@dataclass(frozen=True)
+class OverdueDecision:
+    """Who has not done what was decided, since when, and how far it is."""
+
+    culprit: str
+    action: str
+    since_s: float
+    reason: str  # where its own process is well
+    job: str
+    extra_reason: str = ""  # what is to be said in any case
+
+    def describe(self, process_problem: str) -> str:
+        """Return why it is late; `unwell` tells what ails its process, if anything does."""
+        return "; ".join(
+            filter(None, dict.fromkeys((process_problem or self.reason, self.extra_reason)))
+        )
+
+
+def find_overdue(mesh: MeshSnapshot) -> Iterator[OverdueDecision]:
+    """Residents that do not come to what was wished of them, because they are late or because their
+    process fails; and shards and sandboxes that are not there.
+    """
+    entries = {entry.name: entry for entry in mesh.entries}
+    ended = {end.name: end for end in mesh.last_exits}
+    for gang, resident in mesh.instances:
+        if not resident.is_reconciled:
+            yield from _check_instance(gang, resident, entries, ended, mesh.now_ms)
+    at_work = {job.id: job for job in mesh.live_jobs if not job.held}
+    hosts = [decode_host(entry) for entry in entries.values() if entry.kind == "node"]
+    for host, name in mesh.services:
+        job = at_work.get(parse_service_name(name)[1])
+        if job is not None and not (name in entries and entries[name].alive):
+            yield from _check_service(host, name, job, entries, ended, hosts, mesh.now_ms)
+    placed = {name for _, name in mesh.services}
+    for job in at_work.values():
+        yield from _check_unplaced_services(job, placed, hosts, mesh.now_ms)
+
+
+def _check_instance(
+    gang: Gang,
+    instance: Instance,
+    entries: Mapping[str, RegistryEntry],
+    last_exits: Mapping[str, LastExit],
+    now_ms: float,
+) -> Iterator[OverdueDecision]:
+    since_ms = now_ms - instance.changed_ms
+    named = instance.detail.split(" ")[0].rstrip(":")
+    if named in last_exits:
+        yield OverdueDecision(
+            named,
+            _describe_desired_role(gang, instance),
+            since_ms / 1000,
+            instance.detail,
+            instance.job,
+        )
+        return
+    process = entries.get(role_process_name(instance))
+    limit_ms = START_LIMIT_MS
+    if process is not None and process.alive:
+        limit_ms = TIER_CHANGE_LIMIT_MS if instance.phase == InstancePhase.MOVING else LOAD_LIMIT_MS
+    if since_ms > limit_ms:
+        rank = next(r for r in instance.ranks if not replace(instance, ranks=(r,)).is_reconciled)
+        report = instance.reports.get(rank)
+        if report is None or report.generation != instance.generation:
+            said = f"it has said nothing of {instance.id} yet"
+        else:
+            detail = f": {report.detail}" if report.detail else ""
+            said = f"{instance.id} is {report.doing} at {report.tier}{detail}"
+        culprit = worker_name(gang.workers[rank])
+        yield OverdueDecision(
+            culprit, _describe_desired_role(gang, instance), since_ms / 1000, said, instance.job
+        )
+
+
+def _describe_desired_role(gang: Gang, instance: Instance) -> str:
+    role = "core" if instance.core and instance.role == Role.TRAINING else instance.role
+    return f"{role} of {instance.job} to be at {instance.tier} on {', '.join(gang.workers)}"
+
+
+def _check_service(
+    host: str,
+    name: str,
+    job: JobRow,
+    entries: Mapping[str, RegistryEntry],
+    last_exits: Mapping[str, LastExit],
+    hosts: Sequence[PoolHost],
+    now_ms: float,
+) -> Iterator[OverdueDecision]:
+    last = entries.get(name)
+    # It was there until then, or was decided with the job's admission; where that was at once, a
+    # job that comes further is given the time from then on.
+    known_ms = max(last.expires_ms if last else 0, job.held_ms) or job.progress_ms
+    since_ms = now_ms - known_ms
+    if since_ms <= SERVICE_START_LIMIT_MS:
+        return
+    what, end = f"to start {name}", last_exits.get(name)
+    if end is not None:
+        reason = f"{name} has ended: {end.told}"
+        yield OverdueDecision(name, "to be up", since_ms / 1000, reason, job.id)
+    else:
+        reason = f"{name} is planned on {host}, and is not there"
+        alone = _explain_no_host(
+            hosts, parse_service_name(name)[0], derive_requirements(job.document)
+        )
+        yield OverdueDecision(agent_name(host), what, since_ms / 1000, reason, job.id, alone)
+
+
+def _explain_no_host(hosts: Sequence[PoolHost], kind: str, requirements: JobRequirements) -> str:
+    """Why no host that is there takes a service; empty when one does."""
+    up = [host for host in hosts if host.alive and not host.draining]
+    fits = any(not explain_rejected_service(host, kind, requirements) for host in up)
+    return "" if fits else explain_unplaced_service(hosts, kind, requirements)
+
+
+def _check_unplaced_services(
+    job: JobRow, placed: Collection[str], hosts: Sequence[PoolHost], now_ms: float
+) -> Iterator[OverdueDecision]:
+    """What is on no host, as none that takes it is there."""
+    since_ms = now_ms - (job.held_ms or job.progress_ms)
+    if since_ms <= SERVICE_START_LIMIT_MS:
+        return
+    need = derive_requirements(job.document)
+    wanted = [shard_name(job.id, 0)] if need.shards else []
+    wanted += [sandbox_name(job.id, 0)] if need.sandboxes else []
+    for name in wanted:
+        kind = parse_service_name(name)[0]
+        takers = [host for host in hosts if not explain_rejected_service(host, kind, need)]
+        if name not in placed and takers and (why := _explain_no_host(hosts, kind, need)):
+            culprit, what = agent_name(takers[0].name), f"to start {name}"
+            yield OverdueDecision(culprit, what, since_ms / 1000, why, job.id, why)

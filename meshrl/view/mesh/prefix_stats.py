@@ -1,0 +1,58 @@
+"""What a job's engines loaded of keys and values that they would else have computed again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from meshrl.common.state.registry import RegistryEntry
+
+SOURCES = ("memory", "disk", "peers", "engines")  # tokens by where they came from; see `told`
+
+
+def extract_figures(stats: Mapping[str, Any]) -> dict[str, float]:
+    """What an engine publishes of it, by name; nothing if it has loaded nothing."""
+    kv = stats.get("kv") or {}
+    found = {f"{tier}_tokens": float(n) for tier, n in kv.get("loaded", {}).items()}
+    found["again_tokens"] = float(kv.get("again", 0))
+    found["bytes_in"] = float(sum(kv.get("bytes_in", {}).values()))
+    found["bytes_out"] = float(sum(kv.get("bytes_out", {}).values()))
+    found["saved_s"] = float(kv.get("saved_s", 0.0))
+    return {name: value for name, value in found.items() if value}
+
+
+def sum_figures(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of all engines."""
+    total: Counter[str] = Counter()
+    for one in figures:
+        total.update(one)
+    return {name: round(value, 3) for name, value in total.items()}
+
+
+def sum_engine_figures(entries: Iterable[RegistryEntry]) -> dict[str, float]:
+    """The figures of the engines that live."""
+    return sum_figures(extract_figures(e.stats) for e in entries if e.alive and e.kind == "engine")
+
+
+def find_offload_error(entries: Iterable[RegistryEntry]) -> str:
+    """Why an engine cannot keep any; empty: it can."""
+    for entry in entries:
+        for why in (entry.stats.get("kv") or {}).get("refused", []):
+            return f"{entry.name} cannot keep keys and values: {why}"
+    return ""
+
+
+def format_prefix_figures(figures: Mapping[str, float]) -> str:
+    """For people; empty: nothing was loaded."""
+    parts = [(tier, int(figures.get(f"{tier}_tokens", 0))) for tier in SOURCES]
+    loaded = [f"{n:,} from {tier}" for tier, n in parts if n]
+    again = int(figures.get("again_tokens", 0))
+    if not loaded and not again:
+        return ""
+    moved = (figures.get("bytes_in", 0.0) + figures.get("bytes_out", 0.0)) / 1e9
+    said = ", ".join(loaded) or "none"
+    return (
+        f"{said}; {again:,} computed again; {moved:,.2f} GB moved, "
+        f"{figures.get('saved_s', 0.0):,.1f} s of prefill saved"
+    )

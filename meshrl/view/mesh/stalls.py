@@ -1,0 +1,330 @@
+"""Diagnoses stalls: it follows who waits for whom to the process that does not move.
+
+Every process publishes what it waits for with each renewal of its lease (1.5 s). A process whose
+renewal is overdue is stopped, starved or gone; if someone waits for it, directly or through others
+that are well, it is the culprit. A long wait on processes that all renew is followed to its end and
+named too, because a live process that does not answer is just as much in the way. Each stall says
+of which job it is: one that waits or is paused is not stalled, and none is blamed for what serves
+another. A stall is over as soon as nobody waits: what a process without a lease waited for last,
+and a process that is lost and that the planner wants no more, are none. Pure: the caller supplies
+entries, pool, jobs and the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshrl.common.api.stats import WorkerStats
+from meshrl.common.state.pool.workers.process_names import PLACED_KINDS, role_process_name
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.common.state.registry import LEASE_MS, RegistryEntry
+from meshrl.view.mesh import overdue
+from meshrl.view.mesh.job_progress import describe_position, measure_no_progress_ms
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.process_usage import find_owner_job
+
+OVERDUE_MS = 3_000  # two renewals missed
+LONG_WAIT_MS = 10_000  # nothing in a mesh takes this long but loading and a long generation
+SLICE_WAIT_MS = 30_000  # a step of another resident may take longer than any call does
+ANY_ENGINE = "an engine"  # what a shard waits for while none of its job is there
+ACQUIRE_SLICE = "acquire_slice"  # what a resident asks the keeper of its gang's turns
+DISK_WAIT = "disk"  # what a process waits for while there is no room
+QUOTA_WAIT = (
+    "quota"  # what a trainer waits for while its job's versions have as many bytes as they may
+)
+JOB_PREFIX = "job "  # before the name of a job that is the culprit itself
+REPORTED_FOR_MS = 60_000  # an expired lease that nobody waits for is news for this long
+
+
+@dataclass(frozen=True)
+class Stall:
+    waiter: str  # "" when nobody waits
+    culprit: str
+    what: str  # the method or thing that is waited for
+    since_s: float
+    reason: str
+    job: str = ""  # that stands still by it; empty: the mesh's own, or all
+    host: str = ""  # of the culprit; empty: it is none that has one, or is not known
+
+
+def diagnose_stalls(
+    mesh: MeshSnapshot, disk_full_reason: str = "", stopped: Collection[str] = ()
+) -> list[Stall]:
+    """Every stall of a mesh, the longest first; then processes that nobody waits for, and jobs that
+    make no progress, whatever else is said.
+
+    `full`: which disk is full, and what to do. `stopped`: processes that a signal has stopped, as a
+    kernel says.
+    """
+    board = _WaitGraph(mesh, disk_full_reason, stopped)
+    stalls: dict[tuple[str, str], Stall] = {}
+    unplanned = [
+        Stall(
+            "planner",
+            x.culprit,
+            x.action,
+            x.since_s,
+            x.describe(board.explain_unwell(x.culprit)),
+            x.job,
+        )
+        for x in overdue.find_overdue(mesh)
+    ]
+    for stall in [*board.find_stalls(), *unplanned]:
+        known = stalls.get((stall.waiter, stall.culprit))
+        if known is None or known.since_s < stall.since_s:
+            stalls[stall.waiter, stall.culprit] = stall
+    waited_for = {culprit for _, culprit in stalls}
+    unwaited = [*board.find_failing(), *board.find_overdue(), *board.find_stopped()]
+    quiet = [stall for stall in unwaited if stall.culprit not in waited_for]
+    once = {stall.culprit: stall for stall in reversed(quiet)}
+    without_progress = [
+        Stall(
+            "",
+            f"{JOB_PREFIX}{job.id}",
+            "to make progress",
+            since_ms / 1000,
+            describe_position(job),
+            job.id,
+        )
+        for job in mesh.jobs
+        if (since_ms := measure_no_progress_ms(job, mesh.now_ms))
+    ]
+    longest_first = sorted(stalls.values(), key=lambda s: -s.since_s)
+    every = longest_first + list(reversed(once.values())) + without_progress
+    return [replace(stall, host=board.find_host(stall.culprit)) for stall in every]
+
+
+def make_redis_stall(since_s: float, reason: str = "redis does not answer") -> list[Stall]:
+    """The diagnosis when Redis does not answer, or takes no writes: nothing else can be known, all
+    wait for it. `why`: in its own words.
+    """
+    return [Stall("everyone", "redis", "any command", since_s, reason)]
+
+
+class _WaitGraph:
+    """The graph of waits of one moment."""
+
+    def __init__(self, mesh: MeshSnapshot, disk_full_reason: str, stopped: Collection[str]) -> None:
+        self.now_ms = mesh.now_ms
+        self.entries = {entry.name: entry for entry in mesh.entries}
+        self.last_exits = {end.name: end for end in mesh.last_exits}
+        self._disk_full_reason, self._blocked_jobs = (
+            disk_full_reason,
+            {job.id for job in mesh.jobs if job.held},
+        )
+        self._stopped = {
+            name: (entry.name, since_ms)
+            for entry in mesh.entries
+            if entry.alive
+            for name, since_ms in entry.stats.get("environments_stopped", {}).items()
+        } | {
+            entry.name: (entry.name, entry.renewed_ms)
+            for entry in mesh.entries
+            if entry.name in stopped
+        }
+        self._instances = {resident.id: resident for _, resident in mesh.instances}
+        self._desired_processes = {name for _, name in mesh.services} | {
+            role_process_name(resident, place)
+            for resident in self._instances.values()
+            for place in range(len(resident.ranks))
+        }
+
+    def find_host(self, name: str) -> str:
+        """Where a process is, or was last."""
+        return self.entries[name].host if name in self.entries else ""
+
+    def find_stalls(self) -> Iterator[Stall]:
+        for entry in self.entries.values():
+            if not entry.alive:
+                continue  # who waited then waits no more, or has come back and says so itself
+            if self._find_job(entry.name) in self._blocked_jobs:
+                continue  # its waits stand still with it
+            for wait in entry.waits:
+                yield from self._follow_wait(entry.name, wait)
+
+    def find_overdue(self) -> Iterator[Stall]:
+        """Processes that should have renewed, whether or not anyone waits for them."""
+        for entry in self.entries.values():
+            age = self.now_ms - entry.renewed_ms
+            lost = entry.kind in PLACED_KINDS and not entry.alive
+            replaced = (
+                lost and entry.name not in self._desired_processes
+            )  # something else does its work
+            if OVERDUE_MS < age < REPORTED_FOR_MS and not _has_left(entry) and not replaced:
+                reason = f"{self.explain_unwell(entry.name)}; overdue, nobody waits"
+                yield Stall(
+                    "", entry.name, "its lease", age / 1000, reason, self._find_job(entry.name)
+                )
+
+    def find_stopped(self) -> Iterator[Stall]:
+        """Processes that a signal has stopped: environments, which have no lease, as their shards
+        report, and others as the kernel says, also when something else does their work by now.
+        """
+        for name, (process, since_ms) in self._stopped.items():
+            if (job := self._find_job(process)) not in self._blocked_jobs:
+                reason = f"{self.explain_unwell(name)}; nobody waits"
+                yield Stall("", name, "to run", (self.now_ms - since_ms) / 1000, reason, job)
+
+    def find_failing(self) -> Iterator[Stall]:
+        """Processes that errors end again and again, or have ended for good."""
+        for end in self.last_exits.values():
+            entry, age = self.entries.get(end.name), self.now_ms - end.at_ms
+            there = entry is not None and entry.alive
+            if age < REPORTED_FOR_MS and end.error.get("type") and not (there and end.times == 1):
+                reason = f"it has ended {_format_times(end.times)}, the last time by {end.told}"
+                yield Stall("", end.name, "to stay up", age / 1000, reason, end.job)
+
+    def explain_unwell(self, name: str) -> str:
+        """Why a process cannot be expected to answer; empty when it renews (or is no process)."""
+        if name == DISK_WAIT:
+            return self._disk_full_reason or "a disk is full. Make room there: it goes on by itself"
+        if name == QUOTA_WAIT:
+            return (
+                "its versions have reached weights.quota_gb. `meshrl weights list RUN` says what "
+                "stays and why: unpin some, or raise it; it goes on by itself"
+            )
+        entry = self.entries.get(name)
+        if entry is None:
+            end = self.last_exits.get(name)  # before it came
+            gone = (
+                f"{name} has ended {_format_times(end.times)}: {end.told}"
+                if end is not None
+                else ""
+            )
+            return self._explain_stop(name) or gone
+        age = self.now_ms - entry.renewed_ms
+        if _has_left(entry):
+            gone_s = (self.now_ms - entry.expires_ms) / 1000
+            why = self.last_exits[name].told if name in self.last_exits else ""
+            why = f": {why}" if why else ""
+            return f"{name} ended {gone_s:.1f} s ago and is not back{why}"
+        if not entry.alive:
+            return (
+                f"{name}{self._format_host(entry)} lost its lease; last renewed "
+                f"{age / 1000:.1f} s ago"
+            )
+        if age > OVERDUE_MS:
+            return (
+                f"{name}{self._format_host(entry)} has not renewed its lease for {age / 1000:.1f} s"
+            )
+        if stop := self._explain_stop(name):
+            return stop
+        still_ms = float(entry.stats.get("loop_lag_ms", 0.0))
+        if still_ms > OVERDUE_MS:
+            return f"{name} renews, but its event loop has stood still for {still_ms / 1000:.1f} s"
+        return ""
+
+    def _explain_stop(self, name: str) -> str:
+        """Since when a signal has stopped a process; empty if none has."""
+        if name not in self._stopped:
+            return ""
+        since_s = (self.now_ms - self._stopped[name][1]) / 1000
+        return f"{name} has been stopped by a signal for {since_s:.1f} s"
+
+    def _format_host(self, entry: RegistryEntry) -> str:
+        """On which host, where there are several."""
+        others = any(one.host != entry.host for one in self.entries.values() if one.alive)
+        return f" on {entry.host}" if entry.host and others else ""
+
+    def _find_job(self, name: str) -> str:
+        """The job that a process works for alone; empty for others."""
+        entry = self.entries.get(name)
+        resident = self._instances.get(name.partition("/")[2])
+        return (find_owner_job(entry) if entry is not None else "") or (
+            resident.job if resident else ""
+        )
+
+    def _resolve_wait(self, wait: Mapping[str, Any], waiter: str) -> str:
+        """The process that is waited for: who has the turn that is asked for; one of the same job
+        that is to serve, where any would do.
+        """
+        on = str(wait["on"])
+        if wait["what"] == ACQUIRE_SLICE and on in self.entries and not self.explain_unwell(on):
+            holders = WorkerStats.decode(self.entries[on].stats).turn_of
+            found = (self._instances.get(holder) for holder in holders)
+            names = [role_process_name(resident) for resident in found if resident is not None]
+            return next((name for name in names if name != waiter), on)
+        if on != ANY_ENGINE:
+            return on
+        job = self._find_job(waiter)
+        wanted = (
+            r for r in self._instances.values() if r.role == Role.ROLLOUT and not r.is_reconciled
+        )
+        names = sorted(role_process_name(r) for r in wanted if job in ("", r.job))
+        return next((name for name in names if self.explain_unwell(name)), next(iter(names), on))
+
+    def _follow_wait(self, waiter: str, wait: dict[str, Any]) -> Iterator[Stall]:
+        since_s = (self.now_ms - wait["since_ms"]) / 1000
+        wait = wait | {"on": self._resolve_wait(wait, waiter)}
+        job = self._find_job(waiter)
+        chain = self._find_unwell_chain(wait["on"], [waiter])
+        if chain:
+            culprit = chain[-1]
+            end = self.explain_unwell(culprit)
+            yield Stall(waiter, culprit, wait["what"], since_s, _format_chain(chain, end), job)
+            return
+        if since_s * 1000 > self._wait_limit_ms(wait):
+            chain, circle = self._follow_oldest_waits(wait["on"], [waiter])
+            culprit = chain[-1]
+            end = "they wait in a circle" if circle else f"{culprit} renews but does not answer"
+            if culprit not in self.entries:
+                is_name = " " not in culprit or culprit == ANY_ENGINE  # other causes are in words
+                end = f"{culprit} has not come" if is_name else "it has not ended yet"
+            if (
+                wait["what"] == ACQUIRE_SLICE
+                and culprit == wait["on"]
+                and not culprit.startswith("worker/")
+            ):
+                end = f"{culprit} has the turn and has not given it back"
+            yield Stall(waiter, culprit, wait["what"], since_s, _format_chain(chain, end), job)
+
+    def _find_unwell_chain(self, name: str, path: list[str]) -> list[str]:
+        """The shortest chain of waits from `path` through `name` to an unwell process, or []."""
+        fringe, seen = [[*path, name]], set(path)
+        while fringe:
+            chain = fringe.pop(0)
+            last = chain[-1]
+            if last in seen:
+                continue
+            seen.add(last)
+            if self.explain_unwell(last):
+                return chain
+            if last in self.entries:
+                waits = self.entries[last].waits
+                fringe.extend([*chain, self._resolve_wait(wait, last)] for wait in waits)
+        return []
+
+    def _follow_oldest_waits(self, name: str, path: list[str]) -> tuple[list[str], bool]:
+        """The chain along each process's oldest long wait; True when it closes on itself."""
+        chain = [*path, name]
+        while (entry := self.entries.get(chain[-1])) is not None:
+            long = [w for w in entry.waits if self.now_ms - w["since_ms"] > self._wait_limit_ms(w)]
+            if not long:
+                break
+            following = self._resolve_wait(min(long, key=lambda w: w["since_ms"]), chain[-1])
+            if following in chain:
+                return chain, True
+            chain.append(following)
+        return chain, False
+
+    def _wait_limit_ms(self, wait: dict[str, Any]) -> int:
+        """How long a wait is no news."""
+        if wait["what"] == ACQUIRE_SLICE:
+            return SLICE_WAIT_MS
+        return LONG_WAIT_MS if wait["on"] in self.entries else OVERDUE_MS
+
+
+def _format_times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _has_left(entry: RegistryEntry) -> bool:
+    """Whether its lease was given back or evicted; one that lapses ends a full term later."""
+    return not entry.alive and entry.expires_ms - entry.renewed_ms < LEASE_MS
+
+
+def _format_chain(chain: list[str], finding: str) -> str:
+    """`end`, with the processes between waiter and culprit when there are any."""
+    return f"{finding} (through {' -> '.join(chain[1:-1])})" if len(chain) > 2 else finding

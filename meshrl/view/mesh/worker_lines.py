@@ -1,0 +1,114 @@
+"""The workers of a mesh as people see them: with gang, resident, role, tier and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshrl.common.state.pool.workers.process_names import role_process_name
+from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Role, Tier
+from meshrl.view.mesh import gpu_status
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+
+MAX_IDLE_SHOWN = 8  # idle workers in a job's view; of more it says how many there are
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    """A resident on a worker, or an idle worker, in one line."""
+
+    worker: str
+    accelerator: str  # and its host, where there are several: gpu2-1f3a9c/cuda:0
+    gang: str = ""
+    instance: str = ""
+    job: str = ""
+    role: Role = Role.IDLE
+    tier: Tier = Tier.ABSENT  # where its tensors are
+    desired_tier: Tier = Tier.ABSENT  # where they are to be
+    state: str = "idle"  # starting | ready | moving | draining | failed | lost ...
+    activity: str = ""  # "31 running, version 12"
+    gpu_text: str = ""  # how it does: "62 of 80 GiB, 97 %"
+
+
+@dataclass(frozen=True)
+class HiddenWorkers:
+    """How many workers a job's view does not show."""
+
+    busy_elsewhere: int = 0  # they serve other jobs alone
+    idle: int = 0
+
+
+def list_worker_lines(mesh: MeshSnapshot) -> Iterator[WorkerLine]:
+    """All residents on all workers, and the idle workers, by worker."""
+    stats = mesh.stats
+    gpu = {
+        worker.id: gpu_status.format_gpu(gpu_status.read_gpu_stats(worker, stats))
+        for worker in mesh.workers
+    }
+    gangs = {worker: gang for gang in mesh.gangs for worker in gang.workers}
+    several = len({worker.host for worker in mesh.workers}) > 1
+    where = {w.id: f"{w.host}/{w.accelerator}" if several else w.accelerator for w in mesh.workers}
+    for worker in mesh.workers:
+        gang = gangs.get(worker.id)
+        rank = gang.workers.index(worker.id) if gang else 0
+        idle = WorkerLine(
+            worker.id,
+            where[worker.id],
+            gang.id if gang else "",
+            state="idle" if worker.alive else "lost",
+            gpu_text=gpu[worker.id],
+        )
+        on_it = [r for r in gang.residents if rank in r.ranks] if gang else []
+        yield from (_make_line(idle, resident, rank, stats) for resident in on_it)
+        if not on_it:
+            yield idle
+
+
+def select_worker_lines(mesh: MeshSnapshot, job: str) -> tuple[list[WorkerLine], HiddenWorkers]:
+    """What a job's view shows: the workers that serve it, with all that resides on them, and some
+    idle ones; and how many workers it leaves out.
+    """
+    serving = mesh.find_workers(job)
+    every = list(list_worker_lines(mesh))
+    idle = [line for line in every if not line.instance]
+    busy = {line.worker for line in every if line.instance} - serving
+    shown = [line for line in every if line.worker in serving or line in idle[:MAX_IDLE_SHOWN]]
+    return shown, HiddenWorkers(len(busy), max(0, len(idle) - MAX_IDLE_SHOWN))
+
+
+def _make_line(
+    idle: WorkerLine, instance: Instance, rank: int, stats: Mapping[str, Mapping[str, Any]]
+) -> WorkerLine:
+    """Return the line of a worker with a resident on it."""
+    report = instance.reports.get(rank)
+    current = report is not None and report.generation == instance.generation
+    doing = report.doing if report is not None and current else InstancePhase.STARTING
+    return replace(
+        idle,
+        instance=instance.id,
+        job=instance.job,
+        role=instance.role,
+        tier=report.tier if report is not None and current else Tier.ABSENT,
+        desired_tier=instance.tier,
+        state=str(doing) if idle.state != "lost" else "lost",
+        activity=_describe_activity(
+            instance, rank, stats, report.tier if report and current else None
+        ),
+    )
+
+
+def _describe_activity(
+    instance: Instance, rank: int, stats: Mapping[str, Mapping[str, Any]], tier: Tier | None
+) -> str:
+    """What its process does, in a few words."""
+    if tier in (Tier.MEMORY, Tier.DISK):
+        return "asleep"
+    if instance.role == Role.TRAINING:
+        return ("core" if not rank else f"core, rank {rank}") if instance.core else "helper"
+    if instance.role == Role.SCORING:
+        return "frozen models"
+    said = stats.get(role_process_name(instance))
+    if not said:
+        return ""
+    return f"{said.get('running', 0)} running, version {said.get('version', '?')}"

@@ -1,0 +1,169 @@
+"""Sums what a job has used, over all incarnations of its processes and all its sessions.
+
+A process that works for one job is that job's, from its first second. What serves all jobs of a
+mesh (Redis, the store, planners, agents, workers, the launcher) is divided equally between those
+that go on at the time, so that the sum over jobs is what the mesh has used. A process that dies
+takes its counters with it, so the last value seen of each (name, pid, start) is kept, and the whole
+tally is kept in the run directory: a resumed run goes on counting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshrl.common.state.pool.workers.rows import Instance, InstancePhase, Tier
+from meshrl.directory.directory_paths import read_json, write_json
+from meshrl.view.mesh.mesh_snapshot import MeshSnapshot
+from meshrl.view.mesh.process_usage import ProcessCpuTime
+
+# Fields of a tally that are kept in the run directory.
+STORED_FIELDS = (
+    *("cpu", "tokens", "shared", "accelerator_s", "wall_s"),
+    *("warm_start_cached", "sessions", "prefixes"),
+)
+
+
+@dataclass
+class JobUsage:
+    """Sums by process name; `cpu` and `tokens` map name -> {incarnation: last value seen}."""
+
+    cpu: dict[str, dict[str, float]] = field(default_factory=dict)  # of the job's own processes
+    tokens: dict[str, dict[str, float]] = field(default_factory=dict)
+    shared: dict[str, float] = field(default_factory=dict)  # its part of what serves all, CPU-s
+    accelerator_s: float = 0.0  # of workers
+    wall_s: float = 0.0  # wall time of earlier sessions
+    warm_start_cached: bool = False
+    sessions: list[list[int]] = field(default_factory=list)  # first and last ms (wall) of each
+    prefixes: dict[str, dict[str, float]] = field(default_factory=dict)  # by engine's incarnation
+    _seen: dict[str, float] = field(default_factory=dict)  # of what serves all: key -> CPU-s
+    _charged: dict[str, tuple[str, float]] = field(default_factory=dict)  # key -> name, CPU-s
+    _turns: dict[str, float] = field(default_factory=dict)  # incarnation -> seconds of its turns
+    _has: tuple[float, float] | None = None  # when it was looked last, and what the job had then
+
+    @classmethod
+    def read(cls, path: Path) -> JobUsage:
+        if not path.is_file():
+            return cls()
+        held = read_json(path)
+        return cls(**{name: held[name] for name in STORED_FIELDS})
+
+    def write(self, path: Path, wall_s: float) -> None:
+        """Keeps the tally, with the wall time of this session added."""
+        content = {name: getattr(self, name) for name in STORED_FIELDS}
+        content["wall_s"] += wall_s
+        write_json(path, content, durable=False)  # it is written every other second
+
+    def update_session(self, started_ms: int, now_ms: int) -> None:
+        """The session that began then lasts still."""
+        if not self.sessions or self.sessions[-1][0] != started_ms:
+            self.sessions.append([started_ms, now_ms])
+        self.sessions[-1][1] = now_ms
+
+    def update_tokens(self, name: str, incarnation: str, tokens: float) -> None:
+        seen = self.tokens.setdefault(name, {})
+        seen[incarnation] = max(tokens, seen.get(incarnation, 0.0))
+
+    def see_workers(self, mesh: MeshSnapshot, job: str, now_s: float) -> None:
+        """Counts what the job has had of the workers' accelerators since the look before: by turns
+        what its processes say that they have computed, else by where its residents are.
+        """
+        measured: dict[str, float] = {}
+        by_turns = {resident.id for _, resident in mesh.find_instances(job) if resident.turns}
+        for entry in mesh.entries:
+            resident = str(entry.stats.get("resident", ""))
+            if entry.alive and resident in by_turns and "turn_held_s" in entry.stats:
+                measured[resident] = float(entry.stats["turn_held_s"])
+                before = self._turns.get(entry.incarnation, 0.0 if self._has else None)
+                if before is not None:
+                    more = max(0.0, measured[resident] - before)
+                    self.accelerator_s += more
+                self._turns[entry.incarnation] = measured[resident]
+        if self._has is not None:
+            before_s, had = self._has
+            self.accelerator_s += had * max(0.0, now_s - before_s)
+        self._has = now_s, count_accelerators(mesh, job, measured)
+
+    def update_processes(
+        self,
+        usage: Iterable[ProcessCpuTime],
+        owner_jobs: Mapping[str, str],
+        job: str,
+        job_count: int = 1,
+        counts_earlier_use: bool = True,
+    ) -> None:
+        """Counts what processes have used; `owners` maps the names of those that work for one job
+        to that job, and the others' is divided `among` so many jobs.
+
+        `whole`: what those had used before they were seen first counts, as their mesh was started
+        for the job. A process that gets its name later, when it has started, takes along what it
+        used until then.
+        """
+        holders = {key: name for name, seen in self.cpu.items() for key in seen}
+        for process in usage:
+            key, name = process.key, process.name
+            owner = owner_jobs.get(name, "")
+            if owner:
+                self._refund(key)
+            if owner == job != "":
+                before = self.cpu.get(holders.get(key, name), {}).pop(key, 0.0)
+                self.cpu.setdefault(name, {})[key] = max(process.cpu_s, before)
+            elif not owner:
+                before = self._seen.get(key, 0.0 if counts_earlier_use else process.cpu_s)
+                self._charge(key, name, max(0.0, process.cpu_s - before) / max(1, job_count))
+                self._seen[key] = max(process.cpu_s, before)
+
+    def _charge(self, key: str, name: str, seconds: float) -> None:
+        before, charged = self._charged.get(key, (name, 0.0))
+        if before != name:
+            self._refund(key)
+            seconds += charged
+            charged = 0.0
+        self._charged[key] = name, charged + seconds
+        self.shared[name] = self.shared.get(name, 0.0) + seconds
+
+    def _refund(self, key: str) -> None:
+        """A process that was taken for one that serves all is another one's after all."""
+        name, charged = self._charged.pop(key, ("", 0.0))
+        if charged:
+            self.shared[name] -= charged
+
+    def sum_cpu_by_name(self) -> dict[str, float]:
+        """CPU-seconds of the job's processes, and its part of those that serve all, by name."""
+        own = {name: sum(seen.values()) for name, seen in self.cpu.items()}
+        both = own | {n: own.get(n, 0.0) + s for n, s in self.shared.items()}
+        return {name: round(seconds, 2) for name, seconds in sorted(both.items())}
+
+    @property
+    def shared_s(self) -> float:
+        """CPU-seconds of what serves all jobs that are this one's part."""
+        return sum(self.shared.values())
+
+    def sum_tokens(self, prefix: str) -> int:
+        sums = (sum(s.values()) for name, s in self.tokens.items() if name.startswith(prefix))
+        return int(sum(sums))
+
+
+def is_on_accelerator(instance: Instance, rank: int) -> bool:
+    """Whether a resident's tensors are on the accelerator of a rank, or on their way there."""
+    report = instance.reports.get(rank)
+    if report is None or report.generation != instance.generation:
+        return False
+    return report.tier == Tier.ACCELERATOR and report.doing not in (
+        InstancePhase.GONE,
+        InstancePhase.FAILED,
+    )
+
+
+def count_accelerators(mesh: MeshSnapshot, job: str, measured: Collection[str] = ()) -> float:
+    """Accelerators that a job has now: one that several residents are on is divided equally. Those
+    that say how long they compute by turns are `measured`, and not counted here.
+    """
+    found = 0.0
+    for gang in mesh.gangs:
+        for rank in range(len(gang.workers)):
+            on_it = [r for r in gang.residents if rank in r.ranks and is_on_accelerator(r, rank)]
+            counted = [r for r in on_it if r.job == job and r.id not in measured]
+            found += len(counted) / max(1, len(on_it))
+    return found

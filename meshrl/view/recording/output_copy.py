@@ -1,0 +1,218 @@
+"""Keeps what a run has made at the URL that its job names in `out`: as a run directory, as far as
+other hosts have use for it. The directory at home stays the run's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound, Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.remote_directory import PART_SUFFIX, RemoteDirectory, redact_url
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.records.checkpoints import list_files, read_manifest
+
+COPY_INTERVAL_S = 60.0  # while the run goes on, beside each new checkpoint; and after an error
+COPY_TIMEOUT_S = 86_400.0  # of all that is new; what is there by then is not copied again
+MAX_FINAL_TRIES = 3  # of what is written at the end
+RETRY_S = 5.0  # between them
+STOP_TIMEOUT_S = (
+    30.0  # that a mesh which is to end waits for it: half of what `meshrl down` gives it
+)
+JOB_FILE = "job.json"
+SUMMARY_FILE = "summary.json"
+# What changes as the run goes on: no secret of its mesh is among it.
+RECORD_PATTERNS = (
+    JOB_FILE,
+    "metrics.jsonl",
+    "events.jsonl",
+    "samples*.jsonl",
+    "report.html",
+    "usage.json",
+    "in_flight.json",
+    "tracking.json",
+)
+FOLDERS = ("bundle", "ledger", "model", "trace")
+CHECKPOINTS = "checkpoints"
+
+
+class OutputCopier:
+    """Of one run."""
+
+    def __init__(self, url: str, run_dir: Path, host: Host, clock: Clock) -> None:
+        self._url, self._run_dir = url, run_dir
+        self._host, self._clock = host, clock
+        self._copied_files: dict[str, tuple[int, int]] | None = (
+            None  # bytes and date of what was copied
+        )
+        self._next_copy_at_s, self._committed = 0.0, ""
+        self._copy_task: asyncio.Task[None] | None = None
+        self._writer_id = uuid.uuid4().hex[:8]
+        self._is_closed = False  # it writes nothing more
+        self.public_url = redact_url(url)
+        self.error = ""  # why not all of it is there
+
+    def copy_if_due(self, committed: str) -> None:
+        """Begins to copy what is new if it is time, or another checkpoint is committed."""
+        now = self._clock.monotonic()
+        if self._copy_task is not None and not self._copy_task.done():
+            return
+        if now < self._next_copy_at_s and (committed == self._committed or self.error):
+            return
+        self._next_copy_at_s = now + COPY_INTERVAL_S
+        self._copy_task = asyncio.create_task(self._copy_recording_errors(committed), name="out")
+
+    async def close(self, committed: str, stop: asyncio.Event) -> str:
+        """Copies what is left, when the run is over or its mesh ends; why not all is there then,
+        and what to do. When `stop` is set it is given `ENDING_S` more.
+        """
+        rest = asyncio.create_task(self._copy_rest(committed), name="rest of out")
+
+        async def ended() -> None:
+            await stop.wait()
+            await self._clock.sleep(STOP_TIMEOUT_S)
+
+        too_long = asyncio.create_task(ended(), name="end of out")
+        try:
+            await asyncio.wait([rest, too_long], return_when=asyncio.FIRST_COMPLETED)
+            if rest.done():
+                rest.result()
+            else:
+                why = f"it took longer than the {STOP_TIMEOUT_S:g} s that a mesh waits when it ends"
+                self.error = _describe_incomplete(why)
+        finally:
+            self.abandon()
+            rest.cancel()
+            too_long.cancel()
+            await asyncio.wait([rest, too_long])
+        if not self.error:
+            return ""
+        by_hand = f"copy {self._run_dir} to {self.public_url} by hand, without its mesh/ and store/"
+        return f"{self.error}; {by_hand}, unless `meshrl resume` goes on with it"
+
+    def abandon(self) -> None:
+        """Leaves the URL to others: what is being copied does not go on to the next file."""
+        self._is_closed = True
+        if self._copy_task is not None:
+            self._copy_task.cancel()
+
+    async def _copy_rest(self, committed: str) -> None:
+        if self._copy_task is not None:
+            await asyncio.wait([self._copy_task])
+        for attempt in range(MAX_FINAL_TRIES):
+            if attempt:
+                await self._clock.sleep(RETRY_S)
+            await self._copy_recording_errors(committed, is_final=True)
+            if not self.error or self._is_closed:
+                return
+
+    async def _copy_recording_errors(self, committed: str, is_final: bool = False) -> None:
+        try:
+            await self._host.run_blocking(
+                self._copy, committed, is_final, deadline_s=COPY_TIMEOUT_S
+            )
+            self._committed, self.error = committed, ""
+        except (MeshError, OSError) as error:
+            self.error = _describe_incomplete(str(error))
+
+    def _copy(self, committed: str, is_final: bool) -> None:
+        there = RemoteDirectory(self._url, "out", "the URL of the run", self._writer_id)
+        if self._copied_files is None:
+            self._copied_files = self._list_copied_files(there)
+        self._copy_checkpoints(there, committed)
+        for folder in FOLDERS if is_final else FOLDERS[:1]:
+            for name in list_files(self._run_dir / folder):
+                self._copy_file(there, f"{folder}/{name}")
+        for pattern in RECORD_PATTERNS:
+            for path in sorted(self._run_dir.glob(pattern)):
+                self._copy_file(there, path.name)
+        if is_final:
+            self._copy_file(there, SUMMARY_FILE)  # as at home: who waits for it finds all the rest
+
+    def _list_copied_files(self, remote: RemoteDirectory) -> dict[str, tuple[int, int]]:
+        """What an earlier process of the run has copied, and never changes. Halves of files go, and
+        all of another run that this one replaces.
+        """
+        found = {
+            name: size for name, size in remote.list_file_sizes().items() if _is_own_file(name)
+        }
+        replaced = JOB_FILE in found and self._is_other_run(remote)
+        gone = {name for name in found if replaced or name.endswith(PART_SUFFIX)}
+        last = gone & {JOB_FILE}  # which tells that the rest is another run's
+        for name in [*sorted(gone - last), *last]:
+            self._remove(remote, name)
+        kept = {name for name in found if name.startswith(("bundle/", f"{CHECKPOINTS}/"))} - gone
+        return {name: (found[name], 0) for name in kept}
+
+    def _is_other_run(self, remote: RemoteDirectory) -> bool:
+        """Whether another run lies there; no, where that cannot be told."""
+        try:
+            other = documents.decode(remote.read_file(JOB_FILE), JOB_FILE)
+        except CorruptData:
+            return False
+        ours: dict[str, Any] = documents.decode((self._run_dir / JOB_FILE).read_bytes(), JOB_FILE)
+        return "run_id" in ours and other.get("run_id") != ours["run_id"]
+
+    def _copy_checkpoints(self, remote: RemoteDirectory, committed: str) -> None:
+        """Those up to the committed one; a manifest is there when its files are, and goes first."""
+        home, known = self._run_dir / CHECKPOINTS, self._copied_files or {}
+        kept = {path.stem for path in home.glob("step-*.json") if path.stem <= committed}
+        for name in sorted(kept):
+            with contextlib.suppress(NotFound, FileNotFoundError):  # it goes as another has come
+                for file in read_manifest(home / f"{name}.json")["files"]:
+                    self._copy_file(remote, f"{CHECKPOINTS}/{name}/{file}")
+                self._copy_file(remote, f"{CHECKPOINTS}/{name}.json")
+        if committed not in kept:  # home has lost what it had: those there are all that is left
+            return
+        copied = {
+            name: name.split("/")[1].removesuffix(".json")
+            for name in known
+            if name.startswith(f"{CHECKPOINTS}/")
+        }
+        for gone in sorted({*copied.values()} - kept):
+            self._remove(remote, f"{CHECKPOINTS}/{gone}.json")
+            self._remove(remote, f"{CHECKPOINTS}/{gone}")
+            for name in [n for n, checkpoint in copied.items() if checkpoint == gone]:
+                del known[name]
+
+    def _copy_file(self, remote: RemoteDirectory, name: str) -> None:
+        """Copies a file if it has changed. NotFound when it is gone."""
+        path, known = self._run_dir / name, self._copied_files
+        assert known is not None
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise NotFound(f"{path} is missing") from None
+        size, date = known.get(name, (-1, 0))
+        if size == found.st_size and date in (0, found.st_mtime_ns):
+            return
+        self._require_open()
+        remote.upload_file(name, path)
+        known[name] = (found.st_size, found.st_mtime_ns)
+
+    def _remove(self, remote: RemoteDirectory, name: str) -> None:
+        self._require_open()
+        remote.remove(name)
+
+    def _require_open(self) -> None:
+        """Refused when nothing more is to be written."""
+        if self._is_closed:
+            raise Refused("its copying has ended")
+
+
+def _describe_incomplete(reason: str) -> str:
+    return f"not all that the run has made is at its `out`: {reason}"
+
+
+def _is_own_file(name: str) -> bool:
+    """Whether a run has put a file there, whole or a half of it; others may share the URL."""
+    if "/" in name:
+        return name.startswith(tuple(f"{folder}/" for folder in (*FOLDERS, CHECKPOINTS)))
+    records = (*RECORD_PATTERNS, SUMMARY_FILE)
+    return any(fnmatch(name, of) or fnmatch(name, f"{of}.*{PART_SUFFIX}") for of in records)

@@ -1,0 +1,331 @@
+"""A run's events and metrics in files: appended to while it goes on, made again when they are
+damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import CorruptData, HistoryLost
+from meshrl.common.base.files import corruption
+from meshrl.common.base.files.json_lines import LineFile, Row, iterate_rows, read_lines
+from meshrl.common.job.evaluation_plan import AFTER
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.state import events, readers, steps
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.planner_reports import MOVE_OUTCOME_EVENT
+from meshrl.common.state.redis.client import StateClient
+from meshrl.directory import job_file
+from meshrl.directory.directory_paths import read_json
+from meshrl.view.history.job_events import JobEventFilter
+
+MAX_ROWS_IN_MEMORY = 1000  # rows that are held in memory, of 7 KB each; the others are in the file
+# What is kept of events that were recorded before: what tells which evaluations stand.
+EVALUATION_EVENTS = ("evaluation", "changed", "lineage")
+FREQUENT_EVENTS = ("opened", "ready", "stale", "requeued", "dropped", "filtered", "step")
+# For what one part of a mend does to a file: 25 MB/s make 90 GB. A thread cannot be ended, and a
+# second one beside it would write the same file.
+REPAIR_TIMEOUT_S = 3600.0
+EVENTS_FILE, METRICS_FILE, RECORD_END_FILE = "events.jsonl", "metrics.jsonl", "in_flight.json"
+
+
+@dataclass(frozen=True)
+class RecordEnd:
+    """Where the record stood when its mesh was stopped last, and what was in flight then."""
+
+    event: str = "0"  # the last one
+    event_count: int = 0  # lines
+    in_flight: int = 0
+
+    @classmethod
+    def read(cls, run_dir: Path) -> RecordEnd | None:
+        """None: there is none, as after a crash. Damaged."""
+        path = run_dir / RECORD_END_FILE
+        if not path.is_file():
+            return None
+        held = read_json(path)
+        try:
+            return cls(str(held["event"]), int(held.get("events", 0)), int(held["samples"]))
+        except (KeyError, ValueError) as error:
+            raise CorruptData(f"it has no {error}", where=str(path)) from error
+
+
+def parse_event(row: Row) -> Event:
+    """The event of a line."""
+    return Event(str(row["id"]), int(row["ms"]), str(row["kind"]), row["fields"])
+
+
+def read_rare_events(run_dir: Path) -> Iterator[Event]:
+    """The events of a run, less those of each group and step but the first of them."""
+    seen: set[str] = set()
+    for row in iterate_rows(run_dir / EVENTS_FILE):
+        kind = str(row["kind"])
+        if kind not in FREQUENT_EVENTS or kind not in seen:
+            seen.add(kind)
+            yield parse_event(row)
+
+
+def read_move_outcomes(run_dir: Path) -> list[Event]:
+    """What the record of a run on this host tells of judged moves: Redis keeps what has happened
+    for some minutes only.
+    """
+    return [
+        parse_event(row)
+        for row in iterate_rows(run_dir / EVENTS_FILE, f'"{MOVE_OUTCOME_EVENT}"')
+        if row["kind"] == MOVE_OUTCOME_EVENT
+    ]
+
+
+def find_last_step(rows: Sequence[Row]) -> int:
+    """Of rows of steps in order; 0 when there is none."""
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def find_last_recorded_step(rows: Iterable[Row]) -> int:
+    """The last step of those that the lines of events tell of, in the lineage that stands."""
+    done = 0
+    for row in rows:
+        if row["kind"] == "step":
+            done = int(row["fields"]["step"])
+        elif row["kind"] in ("lineage", "restored"):
+            done = int(row["fields"]["version"])
+    return done
+
+
+def thin_rows(rows: Iterable[Row], min_rows: int = MAX_ROWS_IN_MEMORY) -> list[Row]:
+    """Some rows for a curve, evenly spaced, `most` to twice as many where there are more, and the
+    last one.
+    """
+    kept: list[Row] = []
+    every, last = 1, None
+    for place, row in enumerate(rows):
+        last = row
+        if place % every == 0:
+            kept.append(row)
+        if len(kept) > 2 * min_rows:
+            kept, every = kept[::2], 2 * every
+    return kept if last is None or kept[-1] is last else [*kept, last]
+
+
+@dataclass
+class RunRecordWriter:
+    """The two files of one run. `wrong` is what has to be mended, by the file's name."""
+
+    run_dir: Path
+    job: str
+    faults: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._events = LineFile(self.run_dir / EVENTS_FILE)
+        self._metrics = LineFile(self.run_dir / METRICS_FILE)
+        for file in (self._events, self._metrics):
+            if file.content.corruption:
+                self.faults[file.path.name] = file.content.corruption
+        found = self._events.content.rows
+        self.evaluation_events = [
+            parse_event(row) for row in found if row["kind"] in EVALUATION_EVENTS
+        ]
+        self._job_filter = JobEventFilter(self.job, map(parse_event, found))
+        self.recent_rows = self._metrics.content.rows[-MAX_ROWS_IN_MEMORY:]  # the last ones
+        done, there = find_last_recorded_step(found), find_last_step(self.recent_rows)
+        if there < done:  # rows are written before the events of their steps
+            self.faults.setdefault(
+                METRICS_FILE, f"it ends with step {there} of {done} that were recorded"
+            )
+        self.last_event_id = str(found[-1]["id"]) if found else "0"
+        self._expected_events = self._events.content.next_number  # lines up to `last`
+        self._reported_loss_at = (
+            ""  # the last event of a record of which Redis knows that some are lost
+        )
+        self._events.release_rows()
+        self._metrics.release_rows()
+
+    def apply_record_end(self, record_end: RecordEnd | None) -> None:
+        """Takes in where an earlier session stood: what ends before it is an older copy, or cut."""
+        if record_end is not None and events.parse_event_id(
+            record_end.event
+        ) > events.parse_event_id(self.last_event_id):
+            self.faults.setdefault(
+                EVENTS_FILE, f"it ends before event {record_end.event}, which was recorded"
+            )
+            self.last_event_id, self._expected_events = record_end.event, record_end.event_count
+
+    @property
+    def event_count(self) -> int:
+        """Lines of events."""
+        return self._events.next_number
+
+    def check_files(self) -> None:
+        """Notes a file that somebody else has changed or removed."""
+        for file in (self._events, self._metrics):
+            try:
+                file.require_unchanged()
+            except CorruptData as error:
+                self.faults.setdefault(file.path.name, error.message)
+
+    def add_events(self, new_events: Sequence[Event]) -> None:
+        """StorageFull, with nothing added."""
+        self._events.append([asdict(event) for event in new_events])
+        self.last_event_id, self._expected_events = new_events[-1].id, self._events.next_number
+
+    def add_rows(self, new_rows: Sequence[Row]) -> None:
+        """StorageFull, with nothing added."""
+        self._metrics.append(new_rows)
+        self.recent_rows += new_rows
+        if len(self.recent_rows) > 2 * MAX_ROWS_IN_MEMORY:
+            del self.recent_rows[:-MAX_ROWS_IN_MEMORY]
+
+    def iterate_rows(self) -> Iterator[Row]:
+        """All rows, one by one from the file."""
+        return iterate_rows(self._metrics.path)
+
+    def truncate_rows(self, last_step: int) -> None:
+        """Cuts off the rows of steps after `last`; StorageFull, with nothing changed."""
+        kept = [row for row in self.iterate_rows() if row["step"] <= last_step]
+        self._metrics.replace(kept)
+        self.recent_rows = kept[-MAX_ROWS_IN_MEMORY:]
+
+    def select_own(self, candidates: Sequence[Event]) -> list[Event]:
+        """Those that are the run's, of events that follow those of before."""
+        return [event for event in candidates if self._job_filter.accept(event)]
+
+    async def repair_events(self, state: StateClient, host: Host) -> dict[str, Any]:
+        """Makes a damaged file again from what is readable in it and what Redis has; the fields of
+        an event. StateUnavailable, DeadlineExceeded or StorageFull, with all to be done again.
+
+        The file's work is done off the loop, and what comes after it cannot fail: a file that has
+        been put in place is never taken for a damaged one.
+        """
+        why = self.faults[EVENTS_FILE]
+        found = await host.run_blocking(read_lines, self._events.path, deadline_s=REPAIR_TIMEOUT_S)
+        streamed = await events.read_remaining(state)
+        known, gone = await host.run_blocking(
+            self._merge_events, found.rows, streamed, deadline_s=REPAIR_TIMEOUT_S
+        )
+        then = "made again from the event stream in Redis"
+        if gone > 0:
+            then = f"{gone} of its events are lost: the event stream in Redis has them no more"
+        if gone > 0 and self._reported_loss_at != self.last_event_id:
+            since = str(found.rows[found.intact_rows - 1]["id"]) if found.intact_rows else "0"
+            lost = HistoryLost(then, since=since, through=self.last_event_id)
+            await readers.record_history_loss(state, self.job, str(self.run_dir), lost)
+            self._reported_loss_at = self.last_event_id
+        rewrite = partial(self._events.replace, [asdict(event) for event in known])
+        aside = await host.run_blocking(rewrite, self.run_dir, deadline_s=REPAIR_TIMEOUT_S)
+        del self.faults[EVENTS_FILE]
+        self.evaluation_events = [event for event in known if event.kind in EVALUATION_EVENTS]
+        self._job_filter = JobEventFilter(self.job, known)
+        self.last_event_id = known[-1].id if known else "0"
+        self._expected_events = self._events.next_number
+        return corruption.make_event_fields(
+            "events", self._events.path, why, then, job=self.job, quarantined_path=aside
+        )
+
+    def _merge_events(self, rows: list[Row], streamed: list[Event]) -> tuple[list[Event], int]:
+        """The events of lines and those of the stream that are the run's, each once, in order; how
+        many more there were.
+        """
+        written = {str(row["id"]) for row in rows}
+        union = {event.id: event for event in (*map(parse_event, rows), *streamed)}
+        in_order = sorted(union.values(), key=lambda event: events.parse_event_id(event.id))
+        belonging = JobEventFilter(self.job)
+        known = [event for event in in_order if belonging.accept(event) or event.id in written]
+        last = events.parse_event_id(self.last_event_id)
+        return known, self._expected_events - sum(
+            events.parse_event_id(event.id) <= last for event in known
+        )
+
+    async def repair_metrics(self, state: StateClient, host: Host) -> dict[str, Any]:
+        """The same of the rows of steps."""
+        why = self.faults[METRICS_FILE]
+        known = await steps.read_step_rows(state, self.job)
+
+        def union() -> list[Row]:
+            """All rows that are readable or `known`, each once, in order."""
+            found = {
+                int(row["step"]): row for row in (*self.iterate_rows(), *self.recent_rows, *known)
+            }
+            return [found[step] for step in sorted(found)]
+
+        kept = await host.run_blocking(union, deadline_s=REPAIR_TIMEOUT_S)
+        then = "made again from the steps in Redis"
+        if len(kept) < find_last_step(kept):
+            then = (
+                f"{find_last_step(kept) - len(kept)} of its steps are lost: Redis has them no more"
+            )
+        aside = await host.run_blocking(
+            self._metrics.replace, kept, self.run_dir, deadline_s=REPAIR_TIMEOUT_S
+        )
+        del self.faults[METRICS_FILE]
+        self.recent_rows = kept[-MAX_ROWS_IN_MEMORY:]
+        return corruption.make_event_fields(
+            "metrics", self._metrics.path, why, then, job=self.job, quarantined_path=aside
+        )
+
+
+def list_corrupt_files(run_dir: Path) -> list[str]:
+    """What is damaged among the files of a run, a sentence each; nothing is changed."""
+    found = [
+        f"{run_dir / name}: {why}"
+        for name in (EVENTS_FILE, METRICS_FILE)
+        if (why := read_lines(run_dir / name).corruption)
+    ]
+    for name in (RECORD_END_FILE, "job.json", "usage.json", "summary.json"):
+        try:
+            if (run_dir / name).is_file():
+                read_json(run_dir / name)
+        except CorruptData as error:
+            found.append(f"{run_dir / name}: {error.message}")
+    return found
+
+
+def read_events(run_dir: Path) -> list[Event]:
+    """The events of a run as they were recorded, as far as they can be read."""
+    return [parse_event(row) for row in read_lines(run_dir / EVENTS_FILE).rows]
+
+
+def read_job(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """(job id, submitted document) of a run directory; Damaged."""
+    held = job_file.read_job_file(run_dir / job_file.JOB_FILE_NAME)
+    return str(held["job"]), held["document"]
+
+
+def find_last_valid_step(steps_done: int, new_events: list[events.Event], job: str) -> int:
+    """The last step that stands: later ones were left behind by a new lineage."""
+    left = [
+        int(event.fields["version"])
+        for event in new_events
+        if event.kind in ("lineage", "restored") and event.fields.get("job") == job
+    ]
+    return max(0, min([steps_done, *left]))
+
+
+def select_evaluations(candidates: list[events.Event], job: str) -> list[events.Event]:
+    """The evaluations among events, where they outlive Redis; not those of versions that a new
+    lineage has abandoned, and no other one is the best then if one of those was.
+    """
+    found: list[events.Event] = []
+    for event in candidates:
+        if event.fields.get("job") != job:
+            continue
+        if event.kind == "evaluation":
+            found.append(event)
+        elif event.kind == "changed" and event.fields.get("extended"):
+            # Those after training are on the way by now: the run has gone on since.
+            found = [
+                replace(e, fields=e.fields | {"tag": f"step-{e.fields['step']}"})
+                if e.fields["tag"] == AFTER
+                else e
+                for e in found
+            ]
+        elif event.kind == "lineage":
+            version = int(event.fields["version"])
+            best = next((e for e in reversed(found) if e.fields.get("best")), None)
+            found = [e for e in found if int(e.fields["step"]) <= version]
+            if best not in found:
+                found = [replace(e, fields=e.fields | {"best": False}) for e in found]
+    return found

@@ -1,0 +1,74 @@
+"""`meshrl report`: the report of a run drawn anew from its record, and figures as PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshrl.common.base.errors import NotFound
+from meshrl.common.base.files.json_lines import iterate_rows
+from meshrl.directory.directory_paths import format_path, read_json
+from meshrl.view.history import sample_files
+from meshrl.view.history.run_snapshot import parse_evaluations
+from meshrl.view.history.worker_timeline import WorkerTimeline
+from meshrl.view.recording.run_record import (
+    METRICS_FILE,
+    read_events,
+    read_job,
+    select_evaluations,
+    thin_rows,
+)
+from meshrl.view.report import figures, png
+from meshrl.view.report.report import write_page
+from meshrl.view.report.report_page import TIMELINE_TITLE, render_page
+
+SUMMARY_FILE = "summary.json"
+
+
+def redraw_report(run_dir: Path, directory: Path | None) -> None:
+    """Writes PNG files to a directory if there is one, else `report.html`; says what is where.
+    NotFound: matplotlib is missing, or the run is not over and has its page by whoever records it.
+    """
+    if directory is None:
+        write_report(run_dir)
+        print(format_path(run_dir / "report.html"))
+        return
+    png.require_matplotlib()
+    written = draw_figures(run_dir, directory)
+    print(
+        f"{format_path(directory)}: {', '.join(path.name for path in written) or 'nothing to draw'}"
+    )
+
+
+def write_report(run_dir: Path) -> None:
+    """The page of a run that is over. NotFound, Damaged, StorageFull."""
+    if not (run_dir / SUMMARY_FILE).is_file():
+        raise NotFound(
+            f"the run in {run_dir} is not over: it has no {SUMMARY_FILE}",
+            fix="its report.html is written while it goes on; `meshrl resume` ends one that was "
+            "cut off",
+        )
+    found, (job, document) = read_json(run_dir / SUMMARY_FILE), read_job(run_dir)
+    events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
+    kept = sample_files.read_samples(run_dir)
+    page = render_page(
+        found,
+        rows,
+        parse_evaluations(select_evaluations(events, job)),
+        events,
+        document,
+        kept_samples=kept,
+    )
+    write_page(run_dir, page)
+
+
+def draw_figures(run_dir: Path, directory: Path) -> list[Path]:
+    """Every figure that has something to show as a PNG file, also of a run that goes on."""
+    job, _ = read_job(run_dir)
+    events, rows = read_events(run_dir), thin_rows(iterate_rows(run_dir / METRICS_FILE))
+    directory.mkdir(parents=True, exist_ok=True)
+    every = figures.make_figures(rows, parse_evaluations(select_evaluations(events, job)), events)
+    written = [png.write_line_chart(figure, directory) for figure in every]
+    written.append(
+        png.write_timeline(TIMELINE_TITLE, WorkerTimeline.from_events(events), directory)
+    )
+    return [path for path in written if path is not None]

@@ -1,0 +1,197 @@
+"""The report of a run as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.job.config import JobConfig
+from meshrl.common.job.evaluation_plan import GREEDY, SAMPLED
+from meshrl.common.state.events import Event
+from meshrl.common.state.pool.store.planner_reports import MOVE_OUTCOME_EVENT, decode_move_outcome
+from meshrl.job.toml.writer import to_toml
+from meshrl.view.history.decisions import extract_decisions
+from meshrl.view.history.event_text import format_event
+from meshrl.view.history.job_failures import FailureKind, format_count, format_share
+from meshrl.view.history.move_outcomes import format_outcome
+from meshrl.view.history.run_snapshot import Evaluation
+from meshrl.view.history.sample_files import Sample, format_heading, select_evaluations, split_parts
+from meshrl.view.history.worker_timeline import WorkerTimeline
+from meshrl.view.report import charts, figures, timeline
+from meshrl.view.report.charts import Figure
+from meshrl.view.report.summary_table import list_facts
+
+TIMELINE_TITLE = "Which worker did what when"
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 780px; margin: 2em auto; padding: 0 1em;
+  color: #222; background: #fff }
+h1 { font-size: 1.5em } h2 { font-size: 1.1em; margin-top: 2em }
+svg { width: 100%; height: auto } svg text { font-size: 11px; fill: #666 }
+.grid { stroke: #e4e4e4 } .axis { stroke: #999 } .mark { stroke: #c00; stroke-dasharray: 2 2 }
+.move { fill: #222; stroke: #fff }
+.legend span { margin-right: 1.5em } .legend i { display: inline-block; width: 12px; height: 12px;
+  margin-right: 6px; vertical-align: -1px }
+table { border-collapse: collapse } td, th { padding: 2px 16px 2px 0; text-align: left }
+td.n { text-align: right; font-variant-numeric: tabular-nums } .none, .note { color: #777 }
+pre { background: #f6f6f6; padding: 1em; overflow: auto; font-size: 12px }
+details pre { white-space: pre-wrap } pre.model { background: #eef6fb }
+"""
+
+
+def render_page(
+    summary: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    evaluations: Sequence[Evaluation],
+    events: Sequence[Event],
+    document: dict[str, Any],
+    refresh_s: float = 0.0,
+    kept_samples: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The report as one self-contained page, which loads itself again every `refresh_s` if that is
+    not 0. `kept` are the run's samples.
+    """
+    start_ms = events[0].ms if events else 0
+    news = [
+        (f"{(e.ms - start_ms) / 1000:.1f} s", text) for e in events if (text := format_event(e))
+    ]
+    read = render_trajectories(kept_samples)
+    kinds = [FailureKind(**failure) for failure in summary["failures"]]
+    failed = [(format_count(f), ". ".join(filter(None, (f.text, f.fix)))) for f in kinds]
+    decided = [
+        (f"{(d.decided_ms - start_ms) / 1000:.1f} s", d.summary) for d in extract_decisions(events)
+    ]
+    every = [
+        ("Summary", _render_table(list_facts(summary))),
+        *render_learning(rows, evaluations),
+        *render_figures(figures.make_evaluation_figures(evaluations)),
+        *([("Trajectories of evaluations", read)] if read else []),
+        *render_figures(figures.make_health_figures(rows, events)),
+        *render_figures(figures.make_trajectory_figures(rows)),
+        (TIMELINE_TITLE, timeline.draw_timeline(WorkerTimeline.from_events(events))),
+        *render_moves(events),
+        *render_figures([figures.make_time_figure(rows)]),
+        *([("Failed trajectories", _render_table(failed))] if failed else []),
+        *([("What the planner decided", _render_table(decided))] if decided else []),
+        ("What happened", _render_table(news)),
+        ("CPU-seconds", _render_table([(n, f"{s:.1f}") for n, s in summary["cpu_s"].items()])),
+        ("Job", render_job(document)),
+    ]
+    body = "".join(f"<h2>{title}</h2>{content}" for title, content in every)
+    phase = f": {summary['phase'].replace('_', ' ')}" if refresh_s else ""
+    title = f"{escape(summary['job'])}, seed {summary['seed']}{phase}"
+    again = f'<meta http-equiv="refresh" content="{refresh_s:.0f}">' if refresh_s else ""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}<title>{title}</title>'
+        f"<style>{STYLE}</style><h1>{title}</h1>{body}</html>\n"
+    )
+
+
+def _render_table(rows: Sequence[tuple[str, str]]) -> str:
+    if not rows:
+        return '<p class="none">nothing</p>'
+    cells = (f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)
+    return f"<table>{''.join(cells)}</table>"
+
+
+Section = tuple[str, str]  # title, HTML
+
+
+def render_learning(
+    rows: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]
+) -> list[Section]:
+    """Reward and held-out over the steps, and the measured points as a table."""
+    found = render_figures([figures.make_learning_figure(rows, evaluations)])
+    if any(e.sampled_reward is not None or e.greedy_reward is not None for e in evaluations):
+        found.append(("Held-out", _render_measurements(evaluations)))
+    return found
+
+
+def render_figures(figure_list: Sequence[Figure]) -> list[Section]:
+    """Figures as charts."""
+    return [(figure.title, charts.draw_line_chart(figure.series, "step")) for figure in figure_list]
+
+
+def render_moves(events: Sequence[Event]) -> list[Section]:
+    """What was predicted of each move, and what it came to, of those that were judged."""
+    judged = [
+        decode_move_outcome(event.ms, event.fields)
+        for event in events
+        if event.kind == MOVE_OUTCOME_EVENT
+    ]
+    names = ("before", "predicted", "observed", "expected", "regret")
+    head = "".join(f"<th>{name}, s</th>" for name in names)
+    body = ""
+    for move in judged:
+        found = (getattr(move, f"{name}_s") for name in names)
+        cells = "".join(f"<td class=n>{'' if s is None else f'{s:.2f}'}</td>" for s in found)
+        texts = f"{move.resident} from {move.was} to {move.to}", move.policy, format_outcome(move)
+        what, policy, verdict = map(escape, texts)
+        step = "" if move.step is None else move.step
+        about = f"<td class=n>{step}</td><td>{what}</td><td>{policy}</td>"
+        body += f"<tr>{about}{cells}<td>{verdict}</td></tr>"
+    about = "<th>step</th><th>move</th><th>rule</th>"
+    table = f"<table><tr>{about}{head}<th></th></tr>{body}</table>"
+    return [("Moves: predicted, observed, regret", table)] if judged else []
+
+
+def _render_measurements(evaluations: Sequence[Evaluation]) -> str:
+    others = sorted({n for e in evaluations for n in e.figures} - {SAMPLED, GREEDY})
+    names = (SAMPLED, GREEDY, *others)
+    head = "".join(f"<th>{escape(n)}</th>" for n in ("step", "sampled", "greedy", *others))
+    body = ""
+    for e in evaluations:
+        found = e.figures | {SAMPLED: e.sampled_reward, GREEDY: e.greedy_reward}
+        cells = "".join(f"<td class=n>{_format_value(e, n, found.get(n))}</td>" for n in names)
+        mark = " (best)" if e.is_best else ""
+        body += f"<tr><td class=n>{e.step}{mark}</td>{cells}</tr>"
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _format_value(e: Evaluation, name: str, value: float | None) -> str:
+    """A figure, and of which share of its samples it is unless it is of all."""
+    share = e.scored_shares.get(name)
+    if value is None:
+        return "no sample was scored" if share == 0 else ""
+    return f"{value:.3f}{format_share(share)}"
+
+
+def render_job(document: dict[str, Any]) -> str:
+    """The keys of a job that are not as by default; all of them folded away."""
+    bare = {key: value for key, value in document.items() if key != "bundle"}
+    defaults = JobConfig().to_document()
+    defaults["cache"] = str(Path(defaults["cache"]).expanduser())  # as a submitted job has it
+    changed = to_toml(find_differences(bare, defaults))
+    whole = to_toml(document)
+    return (
+        f"<pre>{escape(changed)}</pre><details><summary>every key, defaults too</summary>"
+        f"<pre>{escape(whole)}</pre></details>"
+    )
+
+
+def find_differences(document: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not equal to its default; a table that is has none left."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        default = defaults.get(key)
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            if left := find_differences(value, default):
+                found[key] = left
+        elif value != default:
+            found[key] = value
+    return found
+
+
+def render_trajectories(kept_samples: Sequence[Sample]) -> str:
+    """Evaluated trajectories as HTML, each folded under its heading."""
+    found = []
+    for sample in select_evaluations(kept_samples):
+        told = "".join(
+            f'<p><b>{escape(title)}</b></p><pre class="{role}">{escape(text)}</pre>'
+            for role, title, text in split_parts(sample)
+        )
+        found.append(
+            f"<details><summary>{escape(format_heading(sample))}</summary>{told}</details>"
+        )
+    return "".join(found)

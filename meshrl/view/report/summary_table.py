@@ -1,0 +1,103 @@
+"""What a run came to, line by line: the table at its end, and the first one of its report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from meshrl.common.job.evaluation_plan import HELD_OUT
+from meshrl.view.history.job_failures import (
+    FailureKind,
+    format_counts,
+    format_figures,
+    format_share,
+)
+from meshrl.view.live.run_view import format_duration
+from meshrl.view.mesh.prefix_stats import format_prefix_figures
+from meshrl.view.terminal import Console
+
+
+def print_summary(summary: dict[str, Any], run_dir: Path) -> None:
+    """The closing table."""
+    table = Table(title=f"{summary['job']}, seed {summary['seed']}: {summary['phase']}", box=None)
+    table.title_justify = "left"
+    table.add_column("", style="dim")
+    table.add_column("")
+    for name, value in list_facts(summary):
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(f"{run_dir / 'report.html'}", soft_wrap=True, highlight=False)
+
+
+def list_facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as (what, value) for people."""
+
+    lost = "" if summary["lost"] is None else f"{summary['lost']} lost, "
+
+    def accuracy(key: str) -> str:
+        held = summary["held_out"][key]
+        if not held:
+            return "-"
+        modes = ("sampled", "greedy")
+        said = (f"{held[m]:.3f} {m}{format_share(held.get(f'{m}_share'))}" for m in modes)
+        return ", ".join(said)
+
+    held = [
+        f"{format_duration(summary[f'{state}_s'])} {state}"
+        for state in ("waiting", "paused")
+        if summary[f"{state}_s"] >= 1.0
+    ]
+    used = ", ".join([f"{summary['accelerator_s']:,.0f} accelerator-seconds", *held])
+    kinds = [FailureKind(**failure) for failure in summary["failures"]]
+    failed = f"{100 * summary['failed_share']:.1f} %"
+    failed += f": {format_counts(kinds).removeprefix('failed so far: ')}" if kinds else ""
+    cached = " (warm start from the cache)" if summary["warm_start_cached"] else ""
+    gap = summary["logprob_gap_max"]
+    return [
+        ("held-out before", accuracy("before")),
+        ("held-out after", accuracy("after")),
+        ("steps", str(summary["steps"])),
+        *_list_evaluations(summary),
+        (
+            "time",
+            f"{format_duration(summary['wall_s'])}{cached}; {summary['cpu_total_s']:.0f} "
+            "CPU-seconds",
+        ),
+        (
+            "tokens",
+            f"{summary['tokens_rolled_out']:,} rolled out, {summary['tokens_trained']:,} trained",
+        ),
+        *(
+            [("prefixes loaded", said)]
+            if (said := format_prefix_figures(summary.get("prefixes", {})))
+            else []
+        ),
+        ("workers", used),
+        ("log-probability gap", "-" if gap is None else f"{gap:.1e} at most"),
+        ("workers moved", f"{summary['workers_moved']} times to make steps faster"),
+        *([("hosts lost", str(summary["hosts_lost"]))] if summary["hosts_lost"] else []),
+        (
+            "trajectories",
+            f"{summary['opened']} opened, {summary['trained']} trained, {summary['filtered']} "
+            "filtered, "
+            f"{summary['stale_requeued'] + summary['host_lost']} given back, "
+            f"{summary['typed_drops']} failed, {lost}"
+            f"{summary['trained_twice']} trained twice",
+        ),
+        *([("failed", failed)] if kinds or summary["typed_drops"] else []),
+    ]
+
+
+def _list_evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The best version, if the job asks for it, and what the last one came to elsewhere."""
+    every = summary["evaluations"]
+    best = [e for e in every if e["step"] == summary["best_version"]]
+    last = [e for e in every if any(not n.startswith(f"{HELD_OUT}.") for n in e["figures"])]
+    return [
+        (what, f"{e['step']}: {format_figures(e['figures'], e.get('shares', {}))}")
+        for what, rows in (("best version", best), ("evaluated last", last))
+        for e in rows[-1:]
+    ]

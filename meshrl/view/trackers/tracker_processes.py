@@ -1,0 +1,300 @@
+"""Shows a run's figures in trackers beside `metrics.jsonl`: TensorBoard, Weights & Biases, trackio.
+
+Each has a process of its own (`tracker_main.py`), so that one that hangs or fails costs
+nothing but what it does not show. What is to be shown waits in a bounded queue; `RUN/tracking.json`
+says how far each tracker has come, and a resumed run goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import uuid
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshrl.common.base.errors import MeshError, PeerLost, StorageFull
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.directory.directory_paths import write_json
+from meshrl.job.checks.job_file.optional_keys import TRACKERS
+from meshrl.view.guard import WarningGuard
+from meshrl.view.history import sample_files
+
+if TYPE_CHECKING:
+    from meshrl.common.base.clock import Clock
+    from meshrl.common.mesh.process.child_handle import ChildProcess
+    from meshrl.common.mesh.process.host import Host
+    from meshrl.common.state.events import Event
+
+PROGRESS_FILE = "tracking.json"  # of a run: how far its trackers are
+NICENESS = 10
+
+RECORDS_PER_FRAME = 64  # records in one frame
+MAX_SAMPLES = 24  # of an evaluation that are shown: those of two sets and more
+
+TrackerRecord = dict[
+    str, Any
+]  # kind: row | evaluation | rewind; step; of what is shown: values, wall, id, samples
+
+
+@dataclass(frozen=True)
+class TrackerLimits:
+    """What a tracker is allowed before it counts as broken."""
+
+    max_queued: int = 4096  # records that wait; beyond, the oldest are dropped
+    start_timeout_s: float = 120.0  # for a package to be imported and to reach its server
+    show_timeout_s: float = 60.0  # for one frame
+    close_timeout_s: float = 30.0  # for what waits at the end of a run, and as long to finish
+    retry_s: float = 2.0
+    max_failures: int = 3  # in a row, until it is given up
+
+
+@dataclass
+class TrackerProgress:
+    """How far one tracker has come; kept in the run directory."""
+
+    id: str  # the run's id, as the tracker knows it
+    step: int = 0  # rows up to this one are shown
+    evaluations: list[str] = field(default_factory=list)  # tags that are shown
+    dropped: int = 0  # records that were never shown
+    trouble: str = ""  # the last
+
+
+def flatten_scalars(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """All finite numbers of nested tables, by their path: `workers/g1`. None and texts are left
+    out.
+    """
+    found: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flatten_scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and abs(value) < float("inf"):  # not for NaN either
+            found[prefix + key] = float(value)
+    return found
+
+
+class TrackerProcess:
+    """One tracker's queue and process. `argv` runs what takes the frames (see
+    `tracker_main.py`): first what the run is, then lists of records; each frame is answered by one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        description: Mapping[str, Any],
+        progress: TrackerProgress,
+        host: Host,
+        clock: Clock,
+        log: Path,
+        limits: TrackerLimits | None = None,
+    ) -> None:
+        self._limits = limits or TrackerLimits()
+        self.name, self.progress = name, progress
+        self._argv, self._description = list(argv), dict(description)
+        self._host, self._clock, self._log = host, clock, log
+        self._queue: deque[TrackerRecord] = deque()
+        self._wakeup = asyncio.Event()
+        self._is_closing = False
+        self._failure_count = 0  # in a row
+        self._task: asyncio.Task[None] | None = None
+
+    def enqueue(self, records: Iterable[TrackerRecord]) -> None:
+        """Never waits; what is shown already is left out."""
+        for record in records:
+            step, kind = int(record["step"]), record["kind"]
+            if kind == "rewind":
+                kept = (r for r in self._queue if r["kind"] == "rewind" or r["step"] <= step)
+                self._queue = deque([*kept, record])
+                self.progress.step = min(self.progress.step, step)
+            elif kind == "row":
+                self._queue += [record] if step > self.progress.step else []
+            elif record["id"] not in self.progress.evaluations:
+                self._queue.append(record)
+        while len(self._queue) > self._limits.max_queued:
+            self._queue.popleft()
+            self.progress.dropped += 1
+        self._wakeup.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name=f"tracker {self.name}")
+
+    async def close(self) -> None:
+        """Waits for what is still to be shown, up to the deadline; the rest counts as dropped."""
+        self._is_closing = True
+        self._wakeup.set()
+        task, self._task = self._task, None
+        if task is not None:
+            _, late = await asyncio.wait([task], timeout=2 * self._limits.close_timeout_s)
+            if late:
+                task.cancel()
+                await asyncio.wait([task], timeout=1.0)
+        self.progress.dropped += len(self._queue)
+        self._queue.clear()
+
+    async def _run(self) -> None:
+        while self._failure_count < self._limits.max_failures:
+            child: ChildProcess | None = None
+            try:
+                child = self._host.spawn(
+                    self._argv,
+                    name=self.name,
+                    log=self._log,
+                    options=SpawnOptions(own_session=True, niceness=NICENESS, has_channel=True),
+                )
+                await self._serve(child)
+                return
+            except (MeshError, OSError) as error:
+                self._failure_count += 1
+                self.progress.trouble = str(error)
+                if self._is_closing:
+                    return
+            finally:
+                if child is not None:
+                    child.kill()
+                    child.close()
+            await self._clock.sleep(self._limits.retry_s)
+        self.progress.trouble += f"; given up, its log is {self._log}"
+
+    async def _serve(self, child: ChildProcess) -> None:
+        """Shows what waits, until the queue is closed and empty."""
+        limits = self._limits
+        await child.send(json.dumps(self._description).encode(), limits.show_timeout_s)
+        await child.recv(limits.start_timeout_s)
+        while True:
+            while batch := list(itertools.islice(self._queue, RECORDS_PER_FRAME)):
+                await child.send(json.dumps(batch).encode(), limits.show_timeout_s)
+                await child.recv(
+                    limits.close_timeout_s if self._is_closing else limits.show_timeout_s
+                )
+                self._mark_shown(batch)
+            if self._is_closing:
+                break
+            self._wakeup.clear()
+            await self._wakeup.wait()
+        child.close()
+        if await child.wait(limits.close_timeout_s) != 0:
+            raise PeerLost("it did not finish in order", where=self.name)
+
+    def _mark_shown(self, batch: list[TrackerRecord]) -> None:
+        self._failure_count = 0
+        for record in batch:
+            if record not in self._queue:
+                continue  # a rewind has taken it back
+            self._queue.remove(record)
+            if record["kind"] == "row":
+                self.progress.step = record["step"]
+            elif record["kind"] == "evaluation":
+                self.progress.evaluations.append(record["id"])
+
+
+class Trackers:
+    """The trackers of one run."""
+
+    def __init__(self, trackers: list[TrackerProcess], path: Path) -> None:
+        self.trackers, self._path = trackers, path
+        self._guard = WarningGuard()
+
+    @classmethod
+    def from_job_file(
+        cls,
+        run_dir: Path,
+        job_file_content: Mapping[str, Any],
+        stored_progress: Mapping[str, Any],
+        host: Host,
+        clock: Clock,
+    ) -> Trackers:
+        """The trackers that the job of a run directory asks for, where an earlier session left
+        them. `held` is what `job.json` says, `known` what that session wrote down.
+        """
+        path, guard = run_dir / PROGRESS_FILE, WarningGuard()
+        asked = job_file_content["document"].get("tracking", {})
+        made = []
+        for name in TRACKERS:
+            if not asked.get(name):
+                continue
+            with guard(f"tracking by {name}"):
+                own = stored_progress.get(name) or {
+                    "id": f"{job_file_content['job']}-{uuid.uuid4().hex[:8]}"
+                }
+                progress = TrackerProgress(**{**own, "trouble": ""})
+                target = asked[name]
+                if name == "tensorboard" and target is True:
+                    target = run_dir / name
+                elif name == "tensorboard":
+                    target = Path(str(target)).expanduser().absolute()
+                about = {
+                    "target": str(target),
+                    "id": progress.id,
+                    "job": job_file_content["job"],
+                    "run_dir": str(run_dir),
+                    "document": job_file_content["document"],
+                }
+                argv = [sys.executable, "-m", "meshrl.view.trackers.tracker_main", name]
+                log = run_dir / "mesh/logs" / f"{name}.log"
+                made.append(TrackerProcess(name, argv, about, progress, host, clock, log))
+        return cls(made, path)
+
+    def enqueue(self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]) -> None:
+        """Never waits; what a tracker has shown already it leaves out."""
+        with self._guard("tracking"):
+            self._enqueue_all(self._build_records(rows, evaluations))
+
+    def _build_records(
+        self, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Event]
+    ) -> list[TrackerRecord]:
+        """Return what trackers show of steps and evaluations."""
+        records: list[TrackerRecord] = [
+            {
+                "kind": "row",
+                "step": row["step"],
+                "wall": row["wall"],
+                "values": flatten_scalars(row),
+            }
+            for row in rows
+        ]
+        kept = sample_files.read_samples(self._path.parent) if evaluations and self.trackers else []
+        for event in evaluations:
+            fields = {k: v for k, v in event.fields.items() if k not in ("step", "lineage")}
+            step, tag = int(event.fields["step"]), event.fields["tag"]
+            of_it = [sample for sample in kept if sample.get("evaluation") == tag]
+            rows_of_it = sample_files.make_table_rows(of_it[-MAX_SAMPLES:])
+            if lineage := int(event.fields.get("lineage", 0)):
+                tag += f"@{lineage}"  # it may have been shown in an abandoned one
+            values = flatten_scalars(fields, "evaluation/")
+            wall = event.ms / 1000
+            record = {"kind": "evaluation", "step": step, "wall": wall, "values": values, "id": tag}
+            records.append(record | {"samples": rows_of_it})
+        return records
+
+    def rewind(self, step: int) -> None:
+        """Rows after `step` are not part of the run any more."""
+        with self._guard("tracking"):
+            self._enqueue_all([{"kind": "rewind", "step": step}])
+
+    def _enqueue_all(self, records: list[TrackerRecord]) -> None:
+        if records:
+            for tracker in self.trackers:
+                tracker.enqueue(records)
+            self._write_progress()
+
+    def _write_progress(self) -> None:
+        """On a full disk the next time: a tracker is at worst shown something twice."""
+        if self.trackers:
+            with suppress(StorageFull):
+                write_json(self._path, {t.name: asdict(t.progress) for t in self.trackers})
+
+    async def close(self) -> None:
+        """Shows what is left, within a minute, and says what could not be shown."""
+        with self._guard("tracking"):
+            await asyncio.gather(*(tracker.close() for tracker in self.trackers))
+            self._write_progress()
+        for tracker in self.trackers:
+            if tracker.progress.dropped or tracker.progress.trouble:
+                trouble = f"{tracker.name}: {tracker.progress.dropped} records were not shown"
+                print(f"{trouble}. {tracker.progress.trouble}", file=sys.stderr)

@@ -1,0 +1,130 @@
+"""Builds the engine that a job asks for on this host, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.generation.builtin.engine_builder import (
+    BUILD_TIMEOUT_S,
+    BuiltinEngine,
+    build_engine,
+)
+from meshrl.common.generation.engine_contract import TokenEngine
+from meshrl.common.generation.kv_directories import get_disk_root, make_private_directory
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.mesh.process.engine_environments import locate_environment, locate_python
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.architecture.projections import resolve_targets
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.services.engine.kv.cache_factory import log_unused_tier
+from meshrl.services.engine.service import FLUSH_S, FLUSH_STEPS
+
+if TYPE_CHECKING:
+    from meshrl.services.engine.sglang.engine import SGLangEngine
+    from meshrl.services.engine.sglang.server import HierarchicalCache
+
+
+async def create_engine(mesh: Mesh, data: JobData, placement: Placement) -> TokenEngine:
+    """The job's engine, asleep; native code is compiled if this host has none yet. A seat of
+    several ranks has one of so many workers, whose accelerators this process sees: at a pace they
+    are emulated, else SGLang computes on them.
+
+    From the main thread: a server that an engine needs dies with the thread that starts it.
+    """
+    pace = data.config.rollout.pace
+    if data.config.rollout.engine == "sglang":
+        degree = 1 if pace else placement.ranks
+        return await _create_sglang_engine(mesh, data, placement.resident, degree)
+    if placement.ranks > 1 and not pace:
+        raise ConfigError(
+            f"the built-in engine computes on one worker, and {placement.resident} has "
+            f"{placement.ranks}",
+            where="rollout.tensor_parallel",
+            fix='set it to [1], or rollout.engine = "sglang"',
+        )
+    return await mesh.host.run_blocking(_create_builtin_engine, data, deadline_s=BUILD_TIMEOUT_S)
+
+
+async def _create_sglang_engine(
+    mesh: Mesh, data: JobData, instance: str, tensor_parallel_size: int
+) -> SGLangEngine:
+    from meshrl.services.engine.sglang.engine import attach_engine
+    from meshrl.services.engine.sglang.server import AdapterLimits, LaunchConfig, SGLangServer
+
+    limits, lora = data.config.rollout, data.config.lora
+    model = load_model_config(data)
+    adapters = None
+    if lora.rank and lora.engines == "beside":
+        adapters = AdapterLimits(lora.rank, tuple(resolve_targets(model, lora.targets)))
+    how = LaunchConfig(
+        limits.sglang_python or str(locate_python(locate_environment("sglang"))),
+        data.local_run_dir / "sglang" / instance,
+        limits.slots,
+        limits.max_tokens,
+        kv_tokens=limits.kv_tokens,
+        dtype=limits.dtype,
+        device=data.config.mesh.device,
+        seed=data.config.seed,
+        exact_switch=limits.kv_on_update == "keep",
+        adapter_limits=adapters,
+        read_back=limits.read_back,
+        options=tuple(limits.sglang_options),
+        tensor_parallel_size=tensor_parallel_size,
+        hierarchical_cache=_choose_hierarchical_cache(mesh, data),
+    )
+    server = await SGLangServer.start(mesh.host, mesh.clock, how, model, limits.sglang_weights)
+    return attach_engine(
+        server,
+        model,
+        limits.slots,
+        limits.max_tokens,
+        weights=limits.sglang_weights,
+        kv_on_update=limits.kv_on_update,
+        decode=_load_decoder(data),
+    )
+
+
+def _choose_hierarchical_cache(mesh: Mesh, data: JobData) -> HierarchicalCache | None:
+    """Where SGLang's own cache goes on; None: nowhere."""
+    from meshrl.services.engine.sglang.server import HierarchicalCache
+
+    limits = data.config.rollout
+    if not limits.kv_memory_gib and not limits.kv.disk:
+        return None
+    root = get_disk_root(mesh.settings.run_root, limits.kv.path)
+    directory = None
+    if limits.kv.disk:
+        try:
+            directory = make_private_directory(root) / f"{data.config.name}-sglang"
+        except ConfigError as error:  # another user has taken the name
+            log_unused_tier(mesh, "rollout.kv.disk", error)
+    if not limits.kv_memory_gib and directory is None:
+        return None
+    return HierarchicalCache(limits.kv_memory_gib, directory)
+
+
+def _load_decoder(data: JobData) -> Callable[[Sequence[int]], str] | None:
+    stop_text = data.config.rollout.stop_text
+    return Tokenizer.load(str(data.tokenizer_file)).decode if stop_text else None
+
+
+def _create_builtin_engine(data: JobData) -> BuiltinEngine:
+    limits = data.config.rollout
+    return build_engine(
+        load_model_config(data),
+        limits.slots,
+        limits.max_tokens,
+        backend=limits.path,
+        device=data.config.mesh.device,
+        dtype=limits.dtype,
+        kv_cache_tokens=limits.kv_tokens,
+        kv_on_update=limits.kv_on_update,
+        steps=1 if limits.pace else FLUSH_STEPS,
+        budget_s=FLUSH_S,
+        decode=_load_decoder(data),
+        read_back=limits.read_back,
+    )

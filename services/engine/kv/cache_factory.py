@@ -1,0 +1,105 @@
+"""Opens what a job's engines of this host keep keys and values in, as the job file asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.generation.builtin.engine import BuiltinEngine
+from meshrl.common.generation.engine_contract import TokenEngine
+from meshrl.common.generation.kv_directories import (
+    get_disk_root,
+    get_memory_root,
+    make_private_directory,
+)
+from meshrl.common.job.config import RolloutConfig
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.kv.kv_tier import KVTier
+from meshrl.services.engine.kv.peers import PeerEngines
+
+GIB = 1 << 30
+OPEN_TIMEOUT_S = (
+    60.0  # to count what lies there, when the last engine to leave has taken its own away
+)
+
+
+def _open_tier(name: str, directory: Path, budget_bytes: int, clock: Callable[[], float]) -> KVTier:
+    make_private_directory(directory.parent)
+    return KVTier(name, directory, budget_bytes, clock)
+
+
+def log_unused_tier(mesh: Mesh, setting: str, error: ConfigError) -> None:
+    """Log that a tier of the cache is not used, because its directory is not this user's."""
+    mesh.telemetry.log.warning(
+        "keys and values are not kept",
+        setting=setting,
+        why=error.message,
+        where=error.where,
+        fix=error.fix,
+    )
+    mesh.telemetry.count("kv_not_kept")
+
+
+async def open_tiers(mesh: Mesh, job: str, limits: RolloutConfig) -> list[KVTier]:
+    """The shelves that a job asks for; without those whose directories are another user's."""
+    kv, root = limits.kv, mesh.settings.run_root
+    places = []
+    if limits.kv_memory_gib:
+        places.append(("memory", get_memory_root(root), limits.kv_memory_gib))
+    if kv.disk:
+        places.append(("disk", get_disk_root(root, kv.path), kv.disk))
+    shelves = []
+    for name, place, size in places:
+        try:
+            open_ = partial(_open_tier, name, place / job, int(size * GIB), mesh.clock.wall)
+            shelves.append(await mesh.host.run_blocking(open_, deadline_s=OPEN_TIMEOUT_S))
+        except ConfigError as error:
+            log_unused_tier(mesh, f"rollout.kv.{name}", error)
+            continue
+        except OSError as error:
+            raise MeshError(
+                f"keys and values cannot be kept: {error}",
+                where=f"rollout.kv.{name} on {mesh.settings.host}, {place}",
+                fix="make it writable, or set it to 0",
+            ) from error
+        free = shutil.disk_usage(place).free
+        if free < size * GIB:
+            mesh.telemetry.log.warning(
+                "less room for keys and values than asked for",
+                setting=f"rollout.kv.{name}",
+                gib=size,
+                free_gib=round(free / GIB, 2),
+                where=str(place),
+                fix="give it more, a container by --shm-size, or lower the setting",
+            )
+    return shelves
+
+
+async def open_host_cache(
+    mesh: Mesh, job: str, limits: RolloutConfig, engine: TokenEngine, wake: Callable[[], None]
+) -> HostCache | None:
+    """The engine's, which it uses from now on; None: the job asks for none, the engine has keys and
+    values that nobody else can read, or every directory is another user's.
+    """
+    kv = limits.kv
+    if not isinstance(engine, BuiltinEngine):
+        return None
+    shelves = await open_tiers(mesh, job, limits)
+    if not shelves:
+        return None
+    cache = HostCache(
+        shelves,
+        mesh.clock,
+        engine,
+        limits.kv_on_update,
+        wake,
+        lambda error: mesh.host.exit(70, f"keys and values: {error!r}", error),
+        PeerEngines(mesh, job, asyncio.get_running_loop()) if kv.peers else None,
+    )
+    engine.prefix_store = cache
+    return cache

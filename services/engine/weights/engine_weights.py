@@ -1,0 +1,279 @@
+"""The weights that an engine has, and how others take their place, or none, between
+two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from meshrl.common.api.node import SLICE_WAIT_TIMEOUT_S
+from meshrl.common.base.errors import DeadlineExceeded, Refused
+from meshrl.common.generation.engine_contract import (
+    NO_VERSION,
+    Quarantined,
+    TokenEngine,
+    quarantine_on_error,
+)
+from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.files.tensor_storages import trim_heap
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.weights.layout.version_image import get_meta_tensors
+from meshrl.services.engine.kv.host_cache import HostCache
+from meshrl.services.engine.measurement.update_pauses import UpdatePauses
+from meshrl.services.engine.stepping.commands import BETWEEN_STEPS_TIMEOUT_S, StepCommands
+from meshrl.services.engine.stepping.shard_streams import ShardStreams
+
+LOAD_TIMEOUT_S = 600.0  # for the current version to be fetched and loaded
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """A version of a job's adapters, and the weights that they are added to."""
+
+    name: str  # by which requests ask for them
+    version: int
+    tensors: Mapping[str, Tensor]
+    scale: float
+    base_manifest: str  # manifest of the weights that they are added to
+    base_version: int
+    base_tensors: Mapping[str, Tensor] | None  # these weights; None: the engine has them
+
+
+class EngineWeights:
+    """Those of its job's version. They are put in place whole: an engine that fails on the way has
+    none, and shards hear so.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        engine: TokenEngine,
+        commands: StepCommands,
+        shard_streams: ShardStreams,
+        pauses: UpdatePauses,
+        time_slices: SliceClient | None,
+    ) -> None:
+        self._mesh, self._engine, self._commands = mesh, engine, commands
+        self._shard_streams, self._pauses, self._time_slices = shard_streams, pauses, time_slices
+        self.manifest = ""  # names the weights that are loaded
+        self.lineage = 0  # lineage of their version; never ahead of them
+        self.base_manifest = (
+            ""  # manifest of those that the job's adapters lie beside; empty: of none
+        )
+        self.loaded_bytes = 0  # of what was loaded last, as it came
+        self.process_started_s = mesh.clock.monotonic()  # when its process did
+        self.start_s = 0.0  # from then until it first had weights; 0: it has had none
+        self._model_bytes = 0  # the part of them that is no adapter's
+        self.is_waking = False  # the engine was, and has none yet
+        self.is_asleep = False  # by request: new versions are not fetched until it wakes
+        self.loaded_event = asyncio.Event()  # some were, since it was woken
+        self.change_event = asyncio.Event()  # the job may have others, or it may sleep no more
+        # As the driver's side knows them:
+        self.default_adapter = ""  # of its job, for requests that name none
+        self.computing_manifest = ""  # the manifest of what it computes with
+        self.host_cache: HostCache | None = None  # which knows what was computed with which
+
+    @property
+    def version(self) -> int:
+        """The job's version that it computes with; NO_VERSION: with none that is whole."""
+        if not self.default_adapter or self._engine.version < 0:
+            return self._engine.version
+        return self._engine.adapter_versions.get(self.default_adapter, NO_VERSION)
+
+    @property
+    def lineage_and_version(self) -> tuple[int, int]:
+        return self.lineage, self.version
+
+    def has_base(self, manifest: str) -> bool:
+        return self.base_manifest == manifest and self._engine.version >= 0 and not self.is_waking
+
+    async def update_weights(
+        self, tensors: Mapping[str, Tensor], version: int, manifest: str, lineage: int = 0
+    ) -> None:
+        """Puts a version's weights in place between two steps; an engine without any wakes. One
+        that sleeps by now is left alone.
+        """
+        others = self._shard_streams.open_requests if self.base_manifest else []
+
+        def put() -> None:
+            if not self.default_adapter:
+                return self._put_model(tensors, version)
+            self._engine.abort(others)
+            self._put_model(tensors, version)
+            with quarantine_on_error(version, self._engine.quarantine):
+                self._engine.unload_adapter(self.default_adapter)
+            self.default_adapter = ""
+
+        if await self._apply_between_steps(put, manifest):
+            self.base_manifest, self._model_bytes = "", _count_bytes(tensors)
+            self._record_loaded(manifest, lineage, self._model_bytes)
+
+    async def put_adapter(self, adapter: AdapterVersion, manifest: str, lineage: int) -> None:
+        """Puts a version of the job's adapters in place beside their base, and before it the base
+        where the engine has it not: see `has_base`. What is under way with other weights than the
+        base's ends as aborted, and is asked for again.
+        """
+        others = [] if self.base_manifest else self._shard_streams.open_requests
+
+        def load() -> None:
+            about = adapter.tensors, adapter.scale, adapter.version
+            self._engine.load_adapter(adapter.name, *about)
+            self.default_adapter = adapter.name
+
+        def put() -> None:
+            if adapter.base_tensors is None:
+                return load()
+            self._engine.abort(others)
+            self._put_model(adapter.base_tensors, adapter.base_version)
+            with quarantine_on_error(
+                adapter.version, self._engine.quarantine
+            ):  # else the bare base serves
+                load()
+
+        if await self._apply_between_steps(put, manifest):
+            if adapter.base_tensors is not None:
+                self.base_manifest, self._model_bytes = (
+                    adapter.base_manifest,
+                    _count_bytes(adapter.base_tensors),
+                )
+            self._record_loaded(
+                manifest, lineage, self._model_bytes + _count_bytes(adapter.tensors)
+            )
+
+    def enter_lineage(self, lineage: int) -> None:
+        """The weights that are loaded are of this lineage: shards hear of them."""
+        self.lineage = lineage
+        self._shard_streams.publish_weights()
+
+    def _put_model(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        if self._engine.version < 0 or self.is_waking:
+            self._engine.wake(tensors, version)
+            self.is_waking = False
+        else:
+            self._engine.update_weights(tensors, version)
+
+    async def _apply_between_steps(self, apply: Callable[[], None], manifest: str) -> bool:
+        """Has new weights put in place between two steps; False: the engine sleeps by now."""
+
+        def put() -> bool:
+            if self.is_asleep:
+                return False
+            try:
+                with self._pauses.measure_update():
+                    apply()
+            except Quarantined:
+                self._set_computing_manifest("")
+                self._commands.call_on_loop(self._report_quarantine)
+                raise
+            self._set_computing_manifest(manifest)
+            return True
+
+        alone = self._time_slices is None or not self._time_slices.is_enabled
+        within_s = BETWEEN_STEPS_TIMEOUT_S if alone else SLICE_WAIT_TIMEOUT_S
+        what = "the engine to take new weights"
+        return await self._commands.run_between_steps(put, what, within_s, needs_slice=True)
+
+    def _set_computing_manifest(self, manifest: str) -> None:
+        self.computing_manifest = manifest
+        if self.host_cache is not None:
+            self.host_cache.set_weights(manifest, list(self._engine.adapter_versions))
+
+    def _record_loaded(self, manifest: str, lineage: int, weight_bytes: int) -> None:
+        self.manifest, self.loaded_bytes = manifest, weight_bytes
+        self.start_s = self.start_s or self._mesh.clock.monotonic() - self.process_started_s
+        self.loaded_event.set()
+        self.enter_lineage(lineage)
+
+    def _report_quarantine(self) -> None:
+        """Nobody knows what it holds: `follow` asks for a whole version again, and shards hear that
+        it has none.
+        """
+        self.manifest = ""
+        self._mesh.telemetry.count("engine_quarantined")
+        self._shard_streams.publish_weights()
+
+
+class EngineSleeper:
+    """Puts an engine to sleep between two steps: weights and cache are given back, what runs waits
+    and loses no token. The store has the weights; what was computed of sessions is computed again.
+    `cache_tokens`: that its cache has room for.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        engine: TokenEngine,
+        commands: StepCommands,
+        weights: EngineWeights,
+        cache_tokens: int,
+    ) -> None:
+        self._mesh, self._engine, self._commands = mesh, engine, commands
+        self._weights, self._cache_tokens = weights, cache_tokens
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its weights, and of the room for its cache."""
+        weights = self._weights
+        if weights.is_asleep or (self._engine.version < 0 and not weights.loaded_bytes):
+            return 0
+        return weights.loaded_bytes + self._cache_tokens * self._engine.cache_bytes_per_token
+
+    async def sleep(self, save: SaveTensors) -> None:
+        """Rests until `wake`; new versions are not fetched meanwhile."""
+
+        def rest() -> None:
+            self._engine.sleep()
+            self._engine.pause()
+
+        self._weights.is_asleep = True  # `follow` loads nothing from now on
+        try:
+            await self._commands.run_between_steps(rest, "the engine to sleep")
+        except BaseException:
+            self._weights.is_asleep = False
+            raise
+        self._weights.manifest = ""
+        await self._mesh.host.run_blocking(trim_heap, deadline_s=LOAD_TIMEOUT_S)
+
+    async def wake(self, restore: RestoreTensors) -> None:
+        """Has `follow` load the current version. Refused, and it sleeps on, if it cannot be had."""
+        weights, engine = self._weights, self._engine
+        had_weights = engine.version >= 0
+        weights.loaded_event.clear()
+        weights.is_waking, weights.is_asleep = had_weights, False
+        await self._commands.run_between_steps(engine.resume, "the engine to wake")
+        weights.change_event.set()
+        if not had_weights:
+            return
+        try:
+            async with self._mesh.clock.timeout(LOAD_TIMEOUT_S, "the weights to be loaded"):
+                await weights.loaded_event.wait()
+        except DeadlineExceeded as error:
+            weights.is_asleep = True
+            await self._commands.run_between_steps(engine.pause, "the engine to sleep on")
+            raise Refused(str(error), where=self._mesh.name, fix="ask again") from error
+        except asyncio.CancelledError:
+            weights.is_asleep = True
+            raise
+
+    async def move(self, tier: Tier) -> None:
+        """Nothing is kept."""
+
+    @property
+    def is_removable(self) -> bool:
+        return True
+
+    async def cancel_removal(self) -> None:
+        """It has never stopped."""
+
+    async def prepare_removal(self) -> None:
+        """The store has all that it needs; what runs is run elsewhere when it drains."""
+
+
+def _count_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in get_meta_tensors(tensors).values())

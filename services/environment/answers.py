@@ -1,0 +1,86 @@
+"""The answers of an environment of the author's, each validated as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.common.environment.reward_numbers import to_finite_float
+
+ANSWER_KEYS = ("tool", "input", "append", "done", "reward")
+ANSWER_FORMS = (
+    "an environment answers {'tool': name, 'input': x}, {'append': observation}, {'done': True} or "
+    "{'done': True, 'reward': number}, the last two perhaps with a last 'append'"
+)
+
+
+class InvalidAnswer(Exception):
+    """The author's function returned what it must not; `function` is it."""
+
+    def __init__(self, message: str, function: Any) -> None:
+        super().__init__(message)
+        self.function = function
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentAnswer:
+    """A call of a tool, an observation, or the end with a last one or none."""
+
+    tool: str = ""
+    input: Any = None
+    append: Any = None  # None: nothing
+    done: bool = False
+    reward: float | None = None  # None: left to the job's reward
+
+
+def call_environment(function: Callable[..., Any], *arguments: Any) -> EnvironmentAnswer:
+    """Call `step` or `result` of an environment; BadAnswer for an answer that is none."""
+    value = function(*arguments)
+    with _raise_invalid_answer(function, value):
+        return _parse_answer(value)
+
+
+def call_for_reward(function: Callable[..., Any], *arguments: Any) -> float | None:
+    """Call a function that returns a reward, or None to leave it to the job's."""
+    value = function(*arguments)
+    with _raise_invalid_answer(function, value):
+        return None if value is None else to_finite_float(value, "a reward")
+
+
+@contextlib.contextmanager
+def _raise_invalid_answer(function: Callable[..., Any], value: Any) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        said = f"{function.__name__}() returned {value!r:.80}: {error}"
+        raise InvalidAnswer(said, function) from None
+
+
+def _parse_answer(value: Any) -> EnvironmentAnswer:
+    if not isinstance(value, dict):
+        raise TypeError(ANSWER_FORMS)
+    if unknown := [key for key in value if key not in ANSWER_KEYS]:
+        raise ValueError(f"there is no key {unknown[0]!r}; {ANSWER_FORMS}")
+    given = {key: item for key, item in value.items() if item is not None or key == "input"}
+    done = given.pop("done", False)
+    if type(done).__name__ not in ("bool", "bool_"):
+        raise TypeError(f"'done' is True or False, not {done!r:.80}")
+    if "tool" in given:
+        if done or not given.keys() <= {"tool", "input"}:
+            others = [key for key in value if key not in ("tool", "input")]
+            raise ValueError(f"'tool' goes with 'input' alone, not with {others[0]!r}")
+        if not isinstance(given["tool"], str) or not given["tool"]:
+            raise TypeError(f"'tool' is the name of a tool, not {given['tool']!r:.80}")
+        return EnvironmentAnswer(tool=given["tool"], input=given.get("input"))
+    if "input" in given:
+        raise ValueError("'input' goes with 'tool'")
+    if "reward" in given and not done:
+        raise ValueError("'reward' goes with 'done': True; only an end has a reward")
+    if done and given.get("append") in ("", []):
+        del given["append"]
+    if not done and "append" not in given:
+        raise ValueError(f"it neither ends nor goes on; {ANSWER_FORMS}")
+    reward = to_finite_float(given["reward"], "'reward'") if "reward" in given else None
+    return EnvironmentAnswer(append=given.get("append"), done=bool(done), reward=reward)

@@ -1,0 +1,160 @@
+"""Models that were asked for: each version of a run has a directory of its own, which does not
+change under who reads it, and goes when nobody does any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from meshrl.common.api.gateway import (
+    PIECE_BYTES,
+    ModelFiles,
+    ModelRequest,
+    ReadModelFile,
+    VersionsRequest,
+)
+from meshrl.common.base.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    Overloaded,
+    Refused,
+    from_wire,
+)
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.process.command_output import run_for_document
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.jobs import JobRow
+
+EXPORTS_DIRECTORY = "exports"  # below a run
+EXPORT_TIMEOUT_S = 540.0
+IO_TIMEOUT_S = 60.0
+UNREAD_TIMEOUT_S = 60.0  # who fetches a model asks for a piece at least every 30 s, or has gone
+MAX_EXPORTS = 8  # versions of one run at a time: each is as large as the model
+
+
+class ModelExports:
+    """The exports of all runs of the mesh whose files are in `root`."""
+
+    def __init__(self, mesh: Mesh, root: Path) -> None:
+        self._mesh, self._root = mesh, root
+        self._last_read_s: dict[Path, float] = {}  # by directory: when somebody asked for it last
+        # One at a time for a run: what is there is looked at, written and removed.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def export_model(self, row: JobRow, request: ModelRequest) -> ModelFiles:
+        """Writes the version unless it is there; its files. NotFound when the run does not hold it,
+        Overloaded while several others are being fetched.
+        """
+        host, models = self._mesh.host, Path(row.run_dir) / EXPORTS_DIRECTORY
+        lock = self._locks.setdefault(row.run_dir, asyncio.Lock())
+        async with lock:  # as long as the call may take
+            if len(self._list_in_use(models)) >= MAX_EXPORTS:
+                raise Overloaded(f"{MAX_EXPORTS} versions of {row.id} are being fetched already")
+            out = await self._run_export(row, request, models)
+            self._touch(out)
+            await host.run_blocking(
+                _remove_unused, models, self._list_in_use(models), deadline_s=IO_TIMEOUT_S
+            )
+            listed = await host.run_blocking(
+                bundle_files.list_files, out, deadline_s=EXPORT_TIMEOUT_S
+            )
+            self._touch(out)
+        files = {name: (size, digest) for name, (size, digest) in listed.items()}
+        return ModelFiles(out.name, files)
+
+    async def read_piece(self, row: JobRow, request: ReadModelFile) -> bytes:
+        """Bytes of a file of a model; NotFound for anything else."""
+        models = (Path(row.run_dir) / EXPORTS_DIRECTORY).resolve()
+        path = (models / request.model / request.name).resolve()
+        if not path.is_relative_to(models) or not path.is_file():
+            raise NotFound(
+                f"{request.name!r:.300} is no file of that model",
+                fix="Fetch it again, if nothing of it was read for some minutes",
+            )
+        self._touch(Path(row.run_dir) / EXPORTS_DIRECTORY / path.relative_to(models).parts[0])
+        read = self._mesh.host.run_blocking
+        return await read(_read_piece, path, request.offset, deadline_s=IO_TIMEOUT_S)
+
+    def _touch(self, model: Path) -> None:
+        self._last_read_s[model] = self._mesh.clock.monotonic()
+
+    def _list_in_use(self, models: Path) -> set[Path]:
+        """The directories that somebody may still read."""
+        since = self._mesh.clock.monotonic() - UNREAD_TIMEOUT_S
+        self._last_read_s = {path: at for path, at in self._last_read_s.items() if at > since}
+        return {path for path in self._last_read_s if path.parent == models}
+
+    async def _run_export(self, row: JobRow, request: ModelRequest, models: Path) -> Path:
+        words = [sys.executable, "-m", "meshrl.services.weights.export", "--run", row.run_dir]
+        words += ["--below", str(models)]
+        words += ["--step", str(request.step)] if request.step >= 0 else []
+        words += ["--best"] if request.best else []
+        log = self._root / "mesh" / "logs" / f"gateway-export-{row.id}.log"
+        log.unlink(missing_ok=True)
+        child = self._mesh.host.spawn(words, name=f"export/{row.id}", log=log)
+        try:
+            code = await child.wait(EXPORT_TIMEOUT_S)
+        finally:
+            child.kill()
+        if code is None:
+            raise DeadlineExceeded(f"the model was not written within {EXPORT_TIMEOUT_S:g} s")
+        said = log.read_text(errors="replace").strip().splitlines()
+        if code != 0:
+            why = said[-1].removeprefix("error: ") if said else "nothing was written"
+            raise NotFound(why.replace(str(self._root), ""))
+        return models / Path(said[-1]).name
+
+
+def _remove_unused(models: Path, in_use: set[Path]) -> None:
+    """Removes what nobody reads, and what was cut off half way."""
+    for path in models.iterdir():
+        if path not in in_use:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_piece(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, offset))
+        return file.read(PIECE_BYTES)
+
+
+ANSWER_TIMEOUT_S = 50.0  # below the call's deadline
+VERSION_ACTIONS = ("list", "pin", "unpin")
+MAX_TEXT_CHARS = 1000  # characters of what a person types
+
+
+async def run_versions_command(mesh: Mesh, row: JobRow, request: VersionsRequest) -> Any:
+    """The answer, without this host's directories; the process' own error, Refused for anything
+    else than these acts; DeadlineExceeded.
+    """
+    if (
+        request.action not in VERSION_ACTIONS
+        or max(len(request.version), len(request.note)) > MAX_TEXT_CHARS
+    ):
+        raise Refused(
+            f"{request.action!r:.100} is nothing that a token can ask of versions",
+            fix=f"It can {', '.join(VERSION_ACTIONS)}",
+        )
+    command = [sys.executable, "-m", "meshrl.services.weights.versions", request.action]
+    command += [f"--note={request.note}"] if request.note and request.action == "pin" else []
+    command += ["--", row.run_dir] + ([request.version] if request.action != "list" else [])
+    logs = Path(mesh.settings.run_root) / "mesh" / "logs"
+    try:
+        found = await run_for_document(
+            mesh.host, command, f"versions/{row.id}", logs, ANSWER_TIMEOUT_S
+        )
+    except DeadlineExceeded:
+        raise
+    except MeshError as unsaid:  # its words may name what is this host's alone
+        raise MeshError("the versions could not be looked at", where=mesh.name) from unsaid
+    if error := found.get("error"):
+        text = error["text"].replace(row.run_dir, row.id).replace(mesh.settings.run_root, "")
+        raise from_wire(error["code"], text)
+    found.pop("run", None)
+    return found

@@ -1,0 +1,135 @@
+"""A worker's accelerator, kept for an engine whose process another worker of its gang has started.
+
+That process computes on the accelerators of all workers of its gang, and begins when each of them
+has said that nobody else is on its own any more. It is worth nothing without them: when one of
+these workers is lost, the planner ends the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import (
+    Instance,
+    InstancePhase,
+    InstanceReport,
+    Tier,
+    TierBytes,
+)
+from meshrl.common.state.redis.client import StateClient
+from meshrl.services.node.instances.budgets import OverBudget
+from meshrl.services.node.instances.desired_roles import DesiredRole
+from meshrl.services.node.instances.role_process import MEMORY_RETRY_S, WorkerContext
+
+
+class AcceleratorReservation:
+    """In place of a `RoleProcess`, of which it has what a tenancy asks for."""
+
+    pid, restarts = 0, 0
+    is_ready, can_stop = False, True  # nothing is lost with it
+    children: list[ChildProcess] = []  # noqa: RUF012 (there never are any)
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        desired: DesiredRole,
+        others_are_leaving: Callable[[], bool],
+        worker_processes: Callable[[], Mapping[int, str]],
+    ) -> None:
+        """`others_leave` says whether somebody is about to give the accelerator back, `beside`
+        which processes the worker has, by pid.
+        """
+        self.desired = desired
+        self.name, self.process_key = desired.name, desired.process_key
+        self.phase, self.detail, self.tier = InstancePhase.STARTING, "", Tier.ABSENT
+        self._context, self._others_are_leaving, self._worker_processes = (
+            context,
+            others_are_leaving,
+            worker_processes,
+        )
+        self._retry_at = 0.0  # when it looks for room again
+
+    def set_desired(self, desired: DesiredRole) -> None:
+        self.desired = desired
+
+    async def start(self) -> None:
+        """Keeps the accelerator, if it is free by now."""
+        await self.poll()
+
+    async def poll(self) -> None:
+        """Waits for those who leave; then takes the bytes of the engine's part on record. What this
+        host cannot give is told as a failure, and tried again.
+        """
+        if self.phase == InstancePhase.READY or self._now() < self._retry_at:
+            return
+        if self._others_are_leaving():
+            self.detail = "others leave the accelerator"
+            return
+        around, resident = self._context, self.desired.instance
+        try:
+            size = await around.gpu_memory.estimate_min_bytes(resident)
+            first = _current_report(resident, resident.reports, resident.ranks[0])
+            if first is None or first.tier != Tier.ACCELERATOR:  # else it has the memory already
+                await around.gpu_memory.check_free(
+                    resident, self.name, size, self._worker_processes()
+                )
+            around.budgets.record_usage(self.name, TierBytes(accelerator=size))
+        except OverBudget as error:
+            around.budgets.remove(self.name)
+            self._mark_failed(str(error))
+        except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
+            self._mark_failed(str(error))
+        else:
+            self.phase, self.detail, self.tier = InstancePhase.READY, "", Tier.ACCELERATOR
+
+    async def stop(self, reason: str, *, worker_stops: bool = False) -> None:
+        self._context.budgets.record_exit(self.name)
+        self.phase, self.detail, self.tier = InstancePhase.GONE, "", Tier.ABSENT
+
+    async def kill(self, deadline_s: float) -> None:
+        """There is no process to end."""
+
+    def _mark_failed(self, why: str) -> None:
+        self.phase, self.detail = InstancePhase.FAILED, why
+        self._retry_at = self._now() + MEMORY_RETRY_S
+
+    def _now(self) -> float:
+        return self._context.mesh.clock.monotonic()
+
+
+async def read_reservations(
+    state: StateClient, desired: DesiredRole
+) -> tuple[list[str], list[str]]:
+    """The UUIDs of the GPUs that the process of an engine computes on, none of CPU workers; and the
+    workers that have not said yet that theirs is free.
+    """
+    if not desired.spans_workers:
+        return [], []
+    gang = await pool.read_gang(state, desired.gang)
+    if gang is None:
+        return [], ["its gang"]
+    ranks = desired.instance.ranks
+    there = next((one for one in gang.residents if one.id == desired.instance.id), None)
+    told = (
+        {rank: _current_report(desired.instance, there.reports, rank) for rank in ranks}
+        if there
+        else {}
+    )
+    keep = [rank for rank, report in told.items() if report and report.doing == InstancePhase.READY]
+    if lacking := [gang.workers[rank] for rank in ranks[1:] if rank not in keep]:
+        return [], lacking
+    uuids = {worker.id: worker.uuid for worker in await pool.read_workers(state)}
+    own = [gang.workers[rank] for rank in ranks]
+    return [uuid for uuid in map(uuids.get, own) if uuid], []
+
+
+def _current_report(
+    instance: Instance, reports: Mapping[int, InstanceReport], rank: int
+) -> InstanceReport | None:
+    """What the worker of this rank has said of the resident in its generation."""
+    report = reports.get(rank)
+    return report if report is not None and report.generation == instance.generation else None

@@ -1,0 +1,128 @@
+"""Maps the record of a gang to the processes that serve it on one worker; pure."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.state.pool.workers import process_names
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.rows import Gang, Instance, InstanceReport, Role, Tier
+
+COMMANDS: Mapping[str, list[str]] = {
+    Role.ROLLOUT: [sys.executable, "-m", "meshrl.services.engine"],
+    Role.TRAINING: [sys.executable, "-m", "meshrl.services.trainer"],
+    Role.SCORING: [sys.executable, "-m", "meshrl.services.scoring"],
+}
+
+
+@dataclass(frozen=True)
+class DesiredRole:
+    """What one worker should have of a resident of its gang."""
+
+    gang: str
+    instance: Instance
+    rank: int  # of the worker in its gang
+    slice_scheduler: str  # the process that gives the gang's turns
+
+    @property
+    def name(self) -> str:
+        return process_names.role_process_name(self.instance, self.rank_index)
+
+    @property
+    def rank_index(self) -> int:
+        """Of the worker among those of the resident."""
+        return self.instance.ranks.index(self.rank)
+
+    @property
+    def is_reservation(self) -> bool:
+        """Whether the worker has no process of its own for it, and keeps its accelerator for the
+        one of its first worker.
+        """
+        return self.instance.role == Role.ROLLOUT and self.rank_index > 0
+
+    @property
+    def spans_workers(self) -> bool:
+        """Whether its process computes on accelerators that others keep for it, too."""
+        return (
+            self.instance.role == Role.ROLLOUT
+            and not self.rank_index
+            and len(self.instance.ranks) > 1
+        )
+
+    @property
+    def process_key(self) -> tuple[str, int]:
+        """What no other process is: a wish for another one ends this one."""
+        return self.instance.id, self.instance.generation
+
+    @property
+    def is_absent(self) -> bool:
+        return self.instance.tier == Tier.ABSENT
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is to keep what it has, and leave the accelerator to others."""
+        return self.instance.tier in (Tier.MEMORY, Tier.DISK)
+
+    @property
+    def last_report(self) -> InstanceReport | None:
+        return self.instance.reports.get(self.rank)
+
+    def build_argv(self, commands: Mapping[str, list[str]]) -> list[str]:
+        """The command line; ConfigError for a role that nothing serves."""
+        resident = self.instance
+        if resident.role not in commands:
+            raise ConfigError(
+                f"no process serves the role '{resident.role}'", where=f"resident {resident.id}"
+            )
+        seat = Placement(
+            self.gang,
+            resident.id,
+            resident.job,
+            resident.generation,
+            resident.core,
+            self.rank_index,
+            len(resident.ranks),
+            resident.turns,
+            self.slice_scheduler,
+            resident.apart,
+        )
+        return [*commands[resident.role], *seat.to_args()]
+
+
+def list_desired_roles(gang: Gang | None, worker: str) -> dict[str, DesiredRole]:
+    """What a worker should run of its gang, by the names of the processes; nothing without one. Of
+    two residents with one name the first on record has it.
+    """
+    found: dict[str, DesiredRole] = {}
+    for wish in _list_roles(gang, worker):
+        found.setdefault(wish.name, wish)
+    return found
+
+
+def find_name_conflicts(gang: Gang | None, worker: str) -> list[tuple[DesiredRole, str]]:
+    """What it cannot run, each with the resident that has the name of its process already."""
+    has = list_desired_roles(gang, worker)
+    found = ((wish, has[wish.name].instance.id) for wish in _list_roles(gang, worker))
+    return [(wish, holder) for wish, holder in found if wish.instance.id != holder]
+
+
+def _list_roles(gang: Gang | None, worker: str) -> list[DesiredRole]:
+    if gang is None or worker not in gang.workers:
+        return []
+    rank, keeper = gang.workers.index(worker), process_names.worker_name(gang.workers[0])
+    return [DesiredRole(gang.id, r, rank, keeper) for r in gang.residents if rank in r.ranks]
+
+
+def override_commands(overrides: list[str]) -> dict[str, list[str]]:
+    """The commands, with `ROLE=COMMAND` replacing or adding some."""
+    commands = dict(COMMANDS)
+    for override in overrides:
+        role, equals, command = override.partition("=")
+        if not equals or not command:
+            raise ConfigError(f"{override!r} is not ROLE=COMMAND", fix="rollout='python -m x'")
+        commands[role] = shlex.split(command)
+    return commands

@@ -1,0 +1,56 @@
+"""What a role process that has ended asleep has left on its worker, whole: its next start takes it
+up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from meshrl.common.base.errors import CorruptData
+from meshrl.common.base.files.offloaded_tensors import (
+    MemorySegment,
+    OffloadFile,
+    OffloadMedium,
+    read_header,
+)
+from meshrl.common.base.host.settings import make_offload_path
+from meshrl.common.state.pool.workers.rows import Tier, TierBytes
+from meshrl.services.node.instances.role_process import WorkerContext
+
+READ_TIMEOUT_S = 30.0  # to read a head from a busy disk
+
+
+async def find_offloaded_state(context: WorkerContext, name: str) -> tuple[Tier, TierBytes]:
+    """The tier where a process of this name has kept something, with the bytes; absent: nothing
+    whole is there.
+    """
+    mesh = context.mesh
+    file = make_offload_path(mesh.settings.make_offload_directory(mesh.name), name)
+    segment = context.segments.find(name).path
+    return await mesh.host.run_blocking(
+        _read_offloaded_state, segment, file, deadline_s=READ_TIMEOUT_S
+    )
+
+
+def _read_offloaded_state(segment: str, file: Path) -> tuple[Tier, TierBytes]:
+    if segment and (size := _complete_size_bytes(lambda: MemorySegment(segment))):
+        return Tier.MEMORY, TierBytes(memory=size)
+    if size := _complete_size_bytes(lambda: OffloadFile(file)):
+        return Tier.DISK, TierBytes(disk=size)
+    return Tier.ABSENT, TierBytes()
+
+
+def _complete_size_bytes(open_medium: Callable[[], OffloadMedium]) -> int:
+    """Bytes of what lies there; 0 when it is not whole, or not there."""
+    try:
+        medium = open_medium()
+    except FileNotFoundError:
+        return 0
+    try:
+        read_header(medium)
+        return medium.size_bytes
+    except CorruptData:
+        return 0
+    finally:
+        medium.close()

@@ -1,0 +1,406 @@
+"""The process of one generation of a resident: started, watched until it is ready, brought to the
+tier that is wished, drained, ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from meshrl.common.api.calls.role import RoleControl, SetTier
+from meshrl.common.base.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    MeshError,
+    NotFound,
+    Refused,
+    StateUnavailable,
+    StorageFull,
+)
+from meshrl.common.base.host.settings import ACCELERATOR_ENV, DEVICE_ENV, WORKER_ENV
+from meshrl.common.hardware.gpus.nvml import GpuLost, GpuQueryFailed, NoDriver
+from meshrl.common.hardware.gpus.visibility import CUDA_ENV
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.diagnosis.failure import Failure, read_log_end
+from meshrl.common.mesh.process.supervision.exit_reports import ExitReport, ExitReportSender
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.mesh.process.supervision.supervisor import (
+    START_FAILED_STATUS,
+    ChildExit,
+    ChildSpec,
+    Supervisor,
+    SupervisorHooks,
+)
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.rows import InstancePhase, Tier, TierBytes
+from meshrl.services.node.instances.budgets import Budgets, OverBudget
+from meshrl.services.node.instances.desired_roles import DesiredRole
+from meshrl.services.node.instances.gpu_memory import GpuMemoryFull, GpuMemoryGuard
+from meshrl.services.node.instances.segments import MemorySegments
+from meshrl.services.node.instances.startup import NO_PROGRESS_TIMEOUT_S, Startup, StartupState
+
+NICE = 5  # below the services: a step may wait, a heartbeat may not
+# One thread a process (more are slower when cores are shared); tensors are allocated from a heap
+# that is kept, so that a step does not fault the pages of its activations in again.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+}
+# Restarts in seconds: their delays add up to what an error of its own must last until it is the
+# job's end (`process_ended.lua`), so that it is told before the budget is spent.
+RESTART_BUDGET = (8, 60.0)
+DRAIN_S = 5.0
+GRACE_S = 5.0  # from SIGTERM to SIGKILL
+WORKER_STOP_S = 1.0  # for both, when the whole worker stops
+TRY_AGAIN_S = 30.0  # after the budget was spent
+RESTART_AFTER_SUCCESS_S = (
+    3.0  # after it has ended well and is wished all the same: its job goes on again
+)
+SET_TIER_RETRY_S = 1.0  # a process that would not move now may be about to
+MEMORY_RETRY_S = 5.0  # until the next look whether there is room
+# An error that another try may not bring again, such as one of a disk or of a peer of the process;
+# after that it is told as a failure, so that somebody decides otherwise.
+SET_TIER_ERROR_TOLERANCE_S = 30.0
+STARTUP_TIMEOUT = Failure(
+    "NotReady",
+    f"it was killed because it got no further for {NO_PROGRESS_TIMEOUT_S:g} s while it started",
+    fix="Its log has what it did last; a model that loads slowly needs a faster disk",
+)
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """What the processes of a worker have in common."""
+
+    mesh: Mesh
+    worker: str  # id
+    commands: dict[str, list[str]]
+    log_directory: Path
+    budgets: Budgets
+    segments: MemorySegments
+    gpu_memory: GpuMemoryGuard
+    accelerator: str = "cpu:0"  # the worker's, by name
+
+    def log_path(self, name: str) -> Path:
+        return self.log_directory / (name.replace("/", "-") + ".log")
+
+
+class RoleProcess(SupervisorHooks):
+    """At most one process at a time."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        desired: DesiredRole,
+        leases: LeaseWatch,
+        on_change: Callable[[], None],
+        on_instance_exit: Callable[[str], None] = lambda resident: None,
+        others_are_leaving: Callable[[], bool] = lambda: False,
+        worker_processes: Callable[[], Mapping[int, str]] = dict,
+        gpu_uuids: Sequence[str] = (),
+    ) -> None:
+        """`changed` is called when there is news of it, `gone` when a process has ended, whoever
+        ended it. `others_leave` says whether the accelerator will have more room by itself,
+        `beside` which processes the worker has, by pid. `gpus` are the UUIDs of those that the
+        process is to see; none: its worker's.
+        """
+        self._visible_gpus_env = {CUDA_ENV: ",".join(gpu_uuids)} if gpu_uuids else {}
+        self.desired = desired  # of this process; its tier and epoch may change
+        self.name, self.process_key = desired.name, desired.process_key
+        self.phase, self.detail = InstancePhase.STARTING, ""
+        self.tier = Tier.ABSENT  # where its tensors are
+        self.restarts = 0
+        self.supervisor = Supervisor(context.mesh.host, context.mesh.clock, hooks=self)
+        self._context, self._mesh = context, context.mesh
+        self._leases, self._on_change, self._on_instance_exit = leases, on_change, on_instance_exit
+        self._others_are_leaving, self._worker_processes = others_are_leaving, worker_processes
+        self._exit_reports = ExitReportSender(self._mesh.state, self._mesh.clock)
+        self._log_path = context.log_path(self.name)
+        self._has_exit_error = False  # its last end has an error that says why
+        self._startup = Startup(self._mesh, desired)
+        self._timed_out_pid = 0  # pid of the process that was killed for it
+        self.is_ready = False  # it has said that it is ready
+        self._reached: tuple[Tier, bool, int] | None = None  # tier, turns, epoch
+        self._tier_task: asyncio.Task[None] | None = None
+        self._retry_at = 0.0  # when what was refused, or has failed, is tried again
+        self._reported_rejection: tuple[InstancePhase, type[MeshError]] | None = (
+            None  # that is on record
+        )
+        self._is_down = False  # it has failed: nothing starts it again but a look
+        self._succeeded = False  # it has ended last without an error
+        self._failing_since: float | None = None  # since when errors keep it from its tier
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        return list(self.supervisor.children.values())
+
+    @property
+    def pid(self) -> int:
+        """0: none runs."""
+        return next((child.pid for child in self.children), 0)
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether nothing would be lost with it that a checkpoint does not have."""
+        absent = self._reached is not None and self._reached[0] == Tier.ABSENT
+        return absent or not self.is_ready
+
+    def set_desired(self, desired: DesiredRole) -> None:
+        """What the record says now. What was refused or has failed under an earlier wish tells
+        nothing about a new one, which is tried at once.
+        """
+        before, self.desired = self._target, desired
+        if self._target == before:
+            return
+        self._retry_at, self._failing_since = 0.0, None
+        if self.phase == InstancePhase.FAILED:
+            moves = self._reached is not None
+            doing = InstancePhase.MOVING if moves else InstancePhase.STARTING
+            self._enter_phase(doing, f"{self.tier} to {desired.instance.tier}" if moves else "")
+
+    async def start(self) -> None:
+        """Begins it. What this host cannot start now, or never, is told as a failure."""
+        self._is_down = False
+        try:
+            self._context.budgets.check_start(self.name)
+            await self._check_gpu_memory()
+            self._enter_phase(InstancePhase.STARTING, "")
+            spec = ChildSpec(
+                self.name,
+                self.desired.build_argv(self._context.commands),
+                env={
+                    **ENVIRONMENT,
+                    **self._visible_gpus_env,
+                    WORKER_ENV: self._mesh.name,
+                    DEVICE_ENV: self._context.accelerator.partition(":")[0],
+                    ACCELERATOR_ENV: self._context.accelerator,
+                },
+                log=self._log_path,
+                restart="on_failure",
+                budget=RESTART_BUDGET,
+                niceness=NICE + self._mesh.settings.nice,
+            )
+            await self.supervisor.add(spec)
+        except OverBudget as error:  # others are about to give some back, or the planner errs
+            self._is_down = True
+            if self._others_are_leaving():
+                self._report_rejection(InstancePhase.STARTING, error)
+                if isinstance(error, GpuMemoryFull):  # asking the driver takes longer than a sum
+                    self._retry_at = self._now() + SET_TIER_RETRY_S
+                return
+            self._report_rejection(InstancePhase.FAILED, error)
+            self._retry_at = self._now() + MEMORY_RETRY_S
+        except (DeadlineExceeded, StateUnavailable, GpuLost, GpuQueryFailed, NoDriver) as error:
+            self._is_down = True  # nobody could say whether there is room
+            away = isinstance(error, StateUnavailable)
+            self._report_rejection(InstancePhase.STARTING if away else InstancePhase.FAILED, error)
+            self._retry_at = self._now() + MEMORY_RETRY_S
+        except (OSError, ConfigError) as error:  # no process, memory or log to be had now
+            self._is_down = True
+            failure = Failure.from_error(error)
+            self._enter_phase(InstancePhase.FAILED, f"{self.name} cannot be started: {failure}")
+            self._retry_at = self._now() + TRY_AGAIN_S
+            end = ChildExit(
+                START_FAILED_STATUS, "it cannot be started", failure, final=failure.is_fatal
+            )
+            await self._report_exit(end)
+
+    async def _check_gpu_memory(self) -> None:
+        """GpuFull where other programs have the memory that it is about to take."""
+        resident, around = self.desired.instance, self._context
+        if resident.tier == Tier.ACCELERATOR:
+            before = around.budgets.get_peak_accelerator_bytes(self.name)
+            await around.gpu_memory.check_free(
+                resident, self.name, before, self._worker_processes()
+            )
+
+    async def stop(self, reason: str, *, worker_stops: bool = False) -> None:
+        """Asks it to drain, then ends it. A process that is not up yet has nothing to drain."""
+        if worker_stops:
+            self._exit_reports.stop()
+        up, self.is_ready = self.is_ready, False
+        self._enter_phase(InstancePhase.DRAINING, reason)
+        if (settling := self._tier_task) is not None:
+            settling.cancel()
+            await asyncio.wait([settling])
+        if up and self.name in self.supervisor.children:
+            ref, deadline_s = self._mesh.ref(self.name), WORKER_STOP_S if worker_stops else DRAIN_S
+            try:
+                await ref.call(RoleControl.drain, reason, deadline_s=deadline_s)
+            except MeshError as error:  # it ends all the same: its owners' ledgers have all it had
+                self._mesh.telemetry.log.warning("drain failed", role=self.name, error=str(error))
+        with suppress(NotFound):  # it could not be started
+            await self.supervisor.remove(self.name, WORKER_STOP_S if worker_stops else GRACE_S)
+        self._context.budgets.record_exit(self.name)
+        self._enter_phase(InstancePhase.GONE, "")
+
+    async def kill(self, deadline_s: float) -> None:
+        """Ends it at once; it is started again. Returns when it is dead, DeadlineExceeded."""
+        if (child := self.supervisor.children.get(self.name)) is not None:
+            child.kill()
+            if await child.wait(deadline_s) is None:
+                raise DeadlineExceeded(f"{self.name} has not ended by SIGKILL in {deadline_s:g} s")
+
+    async def poll(self) -> None:
+        """Moves on: ready when its registry entry says so, then to the tier that is wished; once
+        more after a pause when it has failed.
+        """
+        if self._is_down:
+            if self._now() >= self._retry_at:
+                with suppress(NotFound):
+                    await self.supervisor.remove(self.name, 0.0)
+                await self.start()
+        elif not self.is_ready:
+            found = await self._startup.poll(self.pid)
+            self.is_ready = found == StartupState.READY
+            if found == StartupState.TIMED_OUT and self.name in self.supervisor.children:
+                late = f"not ready, and no further for {NO_PROGRESS_TIMEOUT_S:g} s: killed"
+                self._enter_phase(InstancePhase.STARTING, late)
+                self._timed_out_pid = self.pid
+                self.supervisor.children[self.name].kill()
+        may_move = self.is_ready and self._tier_task is None and self._now() >= self._retry_at
+        if may_move and self._reached != self._target:
+            self._tier_task = asyncio.create_task(self._set_tier(), name=f"settle {self.name}")
+
+    # From tier to tier
+
+    @property
+    def _target(self) -> tuple[Tier, bool, int]:
+        resident = self.desired.instance
+        return resident.tier, resident.turns, resident.epoch
+
+    async def _set_tier(self) -> None:
+        """Asks it to do what is wished; what comes of it is news to the worker."""
+        wanted, budgets = self._target, self._context.budgets
+        tier, turns, epoch = wanted
+        try:
+            if tier != self.tier:
+                budgets.claim(self.name, tier)
+                if self._reached is not None:  # it sleeps; what starts was looked at before
+                    await self._check_gpu_memory()
+                if self._reached is not None and self.phase != InstancePhase.MOVING:
+                    self._enter_phase(InstancePhase.MOVING, f"{self.tier} to {tier}")
+                    self._on_change()
+            files = self._mesh.settings.make_offload_directory(self._mesh.name)
+            ask = SetTier(tier, epoch, turns, self._mesh.name, files)
+            answer = await self._mesh.ref(self.name).call(RoleControl.set_tier, ask)
+            held = TierBytes(answer.accelerator_bytes, answer.memory_bytes, answer.disk_bytes)
+            self.tier, self._reached = tier, wanted
+            self._failing_since = None
+            budgets.record_usage(self.name, held)
+            self._enter_phase(InstancePhase.READY, "")
+        except MeshError as error:
+            await self._set_tier_failed(error, wanted)
+        finally:
+            budgets.cancel_claim(self.name)
+            self._tier_task = None
+            self._on_change()
+
+    async def _set_tier_failed(self, error: MeshError, target: tuple[Tier, bool, int]) -> None:
+        """It stays where it was, and is asked again. One that has turned out to be larger than the
+        accelerator ends: others compute there.
+        """
+        over, now = isinstance(error, OverBudget), self._now()
+        if isinstance(error, OverBudget) and error.already_used:
+            self._enter_phase(InstancePhase.DRAINING, str(error))
+            with suppress(NotFound):
+                await self.supervisor.remove(self.name, GRACE_S)
+            self._is_down = True
+        elif self._target != target:  # a later wish has come meanwhile, and is tried at once
+            return
+        elif over and target[0] == Tier.ACCELERATOR and self._others_are_leaving():
+            self._report_rejection(
+                InstancePhase.STARTING if self._reached is None else InstancePhase.MOVING, error
+            )
+            self._retry_at = now + SET_TIER_RETRY_S
+            return
+        again_s = SET_TIER_RETRY_S  # it was busy, is being started, or a later wish is on record
+        if isinstance(error, StorageFull):
+            self._report_rejection(InstancePhase.FAILED, error)
+            again_s = MEMORY_RETRY_S if over else TRY_AGAIN_S
+        elif self.is_ready and self._is_persistent(error, now):
+            self._report_rejection(InstancePhase.FAILED, error)
+            again_s = TRY_AGAIN_S
+        elif self.is_ready and not isinstance(error, Fenced):
+            self._report_rejection(self.phase, error)
+        self._retry_at = self._now() + again_s
+
+    def _is_persistent(self, error: MeshError, now: float) -> bool:
+        """Whether errors that no waiting explains have kept it from where it should be for long."""
+        if error.retryable or isinstance(error, Fenced | Refused):
+            return False
+        if self._failing_since is None:
+            self._failing_since = now
+        return now - self._failing_since >= SET_TIER_ERROR_TOLERANCE_S
+
+    # Its end
+
+    def _now(self) -> float:
+        return self._mesh.clock.monotonic()
+
+    def _enter_phase(self, phase: InstancePhase, detail: str) -> None:
+        self.phase, self.detail, self._reported_rejection = phase, detail, None
+        self._startup.restart_timer()
+
+    def _report_rejection(self, phase: InstancePhase, error: MeshError) -> None:
+        """The same again is no news, though its numbers have changed."""
+        if self._reported_rejection != (phase, type(error)):
+            self._enter_phase(phase, str(error))
+            self._reported_rejection = (phase, type(error))
+
+    # What the supervisor tells
+
+    async def on_exit(self, child: ChildProcess, child_exit: ChildExit) -> None:
+        await self._leases.evict(child)
+        self.is_ready, self._reached, self.tier = False, None, Tier.ABSENT
+        self._failing_since = None
+        self._succeeded = not child_exit.is_requested and child_exit.code == 0
+        self._context.budgets.record_exit(self.name)
+        self._on_instance_exit(self.process_key[0])
+        self._has_exit_error = child_exit.failure is not None
+        if self.phase not in (InstancePhase.DRAINING, InstancePhase.GONE):
+            self.restarts += 1
+            self._enter_phase(
+                InstancePhase.STARTING, f"{child.name} ended: {child_exit.description}"
+            )
+            self._on_change()
+            if not child_exit.is_requested:
+                late = child.pid == self._timed_out_pid
+                await self._report_exit(
+                    replace(child_exit, failure=STARTUP_TIMEOUT) if late else child_exit
+                )
+
+    async def _report_exit(self, child_exit: ChildExit) -> None:
+        """An error that no restart mends ends the job, and so does any that comes for ever."""
+        job, log = self.desired.instance.job, str(self._log_path)
+        report = ExitReport(
+            self.name,
+            child_exit.code,
+            child_exit.why,
+            child_exit.failure,
+            job,
+            child_exit.final,
+            log=log,
+        )
+        await self._exit_reports.report(replace(report, ran_s=child_exit.run_time_s))
+
+    def has_lease_expired(self, child: ChildProcess) -> bool:
+        return self._leases.has_expired(child)
+
+    async def on_give_up(self, spec: ChildSpec, why: str) -> None:
+        self._is_down = True
+        if self._succeeded:  # its job has ended, or goes on with another process
+            self._enter_phase(
+                InstancePhase.STARTING, f"{spec.name} has ended, and is started again"
+            )
+            self._retry_at = self._now() + RESTART_AFTER_SUCCESS_S
+        else:
+            said = "" if self._has_exit_error else f" ends: {read_log_end(spec.log)}"
+            self._enter_phase(InstancePhase.FAILED, f"{spec.name}: {why}; its log {spec.log}{said}")
+            self._retry_at = self._now() + TRY_AGAIN_S
+        self._on_change()

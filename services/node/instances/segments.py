@@ -1,0 +1,116 @@
+"""Segments of memory that a worker owns for its role processes. What these keep there outlives
+them, and ends with the worker.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from typing import Self
+
+from meshrl.common.api.node import CreateSegment, SegmentLocation, Worker
+from meshrl.common.base.errors import StorageFull
+from meshrl.common.base.files.offloaded_tensors import make_segment_name
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+
+SPARE_BYTES = 64 << 20  # of the host's memory that no segment takes: something has to answer
+
+
+class MemorySegments:
+    """Memory files, by key, of at most `budget` bytes together (0: as many as the host has).
+
+    async with Segments(left, budget) as segments:
+        segment = segments.make(MakeSegment("trainer/sums", 1 << 30))
+    """
+
+    def __init__(
+        self, read_free_bytes: Callable[[], int], budget_bytes: int = 0, where: str = ""
+    ) -> None:
+        """`left` tells the bytes of memory that the host has left."""
+        self._read_free_bytes, self._budget_bytes, self._where = (
+            read_free_bytes,
+            budget_bytes,
+            where,
+        )
+        self._segments: dict[str, tuple[int, int]] = {}  # descriptor, bytes
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for key in list(self._segments):
+            self.delete(key)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self._segments.values())
+
+    @property
+    def keys(self) -> list[str]:
+        return sorted(self._segments)
+
+    def create(self, request: CreateSegment) -> SegmentLocation:
+        """A new one of zeros, in place of one of the same key. StorageFull, and the old one is
+        there still, when the budget or the host has no room for it.
+        """
+        _, before = self._segments.get(request.key, (-1, 0))
+        others = self.total_bytes - before
+        if self._budget_bytes and others + request.size_bytes > self._budget_bytes:
+            raise StorageFull(
+                f"{request.key} asks for {request.size_bytes} bytes of memory, and others have "
+                f"{others} "
+                f"of the worker's {self._budget_bytes}",
+                where=self._where,
+                fix="raise the worker's budget of memory, or let it sleep on disk",
+            )
+        filled = {key: 512 * os.fstat(fd).st_blocks for key, (fd, _) in self._segments.items()}
+        # Others may still fill the rest of theirs; the one of this key gives back what it has.
+        left = self._read_free_bytes() - (others - sum(filled.values()))
+        if request.size_bytes + SPARE_BYTES > left:
+            raise StorageFull(
+                f"{request.key} asks for {request.size_bytes} bytes of memory, and the host "
+                f"has {left}",
+                where=self._where,
+                fix="end other processes, or let it sleep on disk",
+            )
+        self.delete(request.key)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create(make_segment_name(request.key), flags)
+        os.ftruncate(descriptor, request.size_bytes)
+        # Whoever maps it can rely on its size.
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._segments[request.key] = descriptor, request.size_bytes
+        return self._describe(request.key)
+
+    def find(self, key: str) -> SegmentLocation:
+        """The one of this key; its path is empty if there is none."""
+        return self._describe(key) if key in self._segments else SegmentLocation("", 0)
+
+    def delete(self, key: str) -> None:
+        """Gives one back; its memory is free once nobody maps it."""
+        descriptor, _ = self._segments.pop(key, (-1, 0))
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _describe(self, key: str) -> SegmentLocation:
+        descriptor, size = self._segments[key]
+        return SegmentLocation(f"/proc/{os.getpid()}/fd/{descriptor}", size)
+
+
+class SegmentCallsMixin(Actor):
+    """The part of a worker that answers for its segments."""
+
+    segments: MemorySegments
+
+    @call(Worker.create_segment)
+    def create_segment(self, request: CreateSegment) -> SegmentLocation:
+        return self.segments.create(request)
+
+    @call(Worker.find_segment)
+    def find_segment(self, key: str) -> SegmentLocation:
+        return self.segments.find(key)
+
+    @call(Worker.delete_segment)
+    def delete_segment(self, key: str) -> None:
+        return self.segments.delete(key)

@@ -1,0 +1,63 @@
+"""Progress of a role process from its start until it is ready. A warm start or a replay may take
+hours, and publishes how far it is as `progress` among its stats.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Any
+
+from meshrl.common.base.errors import NotFound
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state import jobs, registry
+from meshrl.services.node.instances.desired_roles import DesiredRole
+
+NO_PROGRESS_TIMEOUT_S = 300.0  # a started process may be so long on one thing until it is ready
+PAUSED_POLL_S = 15.0  # between two looks whether its job is paused, while it starts
+
+
+class StartupState(Enum):
+    READY = auto()
+    STARTING = auto()
+    TIMED_OUT = auto()  # it has got no further for `LOADING_S`
+
+
+class Startup:
+    """Watch over one role process until its registry entry says that it is ready."""
+
+    def __init__(self, mesh: Mesh, desired: DesiredRole) -> None:
+        self._mesh, self._desired = mesh, desired
+        self._progress: Any = None  # what the process has published of it
+        self._last_progress_at = 0.0  # when it last changed
+        self._paused_polled_at = mesh.clock.monotonic()
+
+    def restart_timer(self) -> None:
+        """Count the time without progress from now on."""
+        self._progress, self._last_progress_at = None, self._mesh.clock.monotonic()
+
+    async def poll(self, pid: int) -> StartupState:
+        """Return the state of the process with this pid. One whose job is paused is never late."""
+        entry = await registry.lookup(self._mesh.state, self._desired.name)
+        now = self._mesh.clock.monotonic()
+        stats: dict[str, Any] = {}
+        here = True, self._mesh.settings.host, pid
+        if entry is not None and (entry.alive, entry.host, entry.pid) == here:
+            stats = entry.stats
+        generation = self._desired.instance.generation
+        if stats.get("generation") == generation and stats.get("ready") is True:
+            return StartupState.READY
+        if stats.get("progress") not in (None, self._progress):
+            self._progress, self._last_progress_at = stats["progress"], now
+        elif now - self._paused_polled_at > PAUSED_POLL_S and await self._job_is_paused():
+            self._last_progress_at = now
+        elif now - self._last_progress_at > NO_PROGRESS_TIMEOUT_S:
+            return StartupState.TIMED_OUT
+        return StartupState.STARTING
+
+    async def _job_is_paused(self) -> bool:
+        self._paused_polled_at = self._mesh.clock.monotonic()
+        try:
+            row = await jobs.read_job(self._mesh.state, self._desired.instance.job)
+        except NotFound:
+            return False
+        return row.held.startswith("paused:")

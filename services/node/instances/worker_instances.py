@@ -1,0 +1,388 @@
+"""The residents of one worker: a process for each, all run at once, so that no change, failure or
+slow end of one touches another. Only processes of the same name follow one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meshrl.common.api.stats import InstanceStats
+from meshrl.common.base.errors import DeadlineExceeded, StateUnavailable
+from meshrl.common.base.host.settings import make_offload_path
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.supervision.lease_watch import LeaseWatch
+from meshrl.common.state.pool.store import pool_rows as pool
+from meshrl.common.state.pool.workers.rows import InstancePhase, InstanceReport, Tier
+from meshrl.services.node.instances.accelerator_reservation import (
+    AcceleratorReservation,
+    read_reservations,
+)
+from meshrl.services.node.instances.desired_roles import DesiredRole
+from meshrl.services.node.instances.offloaded_state import find_offloaded_state
+from meshrl.services.node.instances.role_process import RoleProcess, WorkerContext
+
+STARTING_POLL_S = 0.1  # while a process starts or moves: its readiness is news
+POLL_S = 0.5
+KILL_S = 8.0  # for the kernel to end a process, within what a keeper of turns waits
+DELETE_TIMEOUT_S = 30.0  # to delete a file of some 100 GB
+MAX_OLD_LOGS = 20  # of residents that are gone; all have other names, and each a log
+PER_INSTANCE_PREFIXES = ("engine/", "hybrid/")  # processes that are named after their resident
+IDLE_POLL_S = 5.0  # where all is as it is wished: news wakes it earlier
+
+
+class ProcessSlot:
+    """One name of a process on this worker, and who has it: one resident after the other."""
+
+    def __init__(self, owner: WorkerInstances, name: str) -> None:
+        self.name = name
+        self.desired: DesiredRole | None = None
+        self.process: RoleProcess | AcceleratorReservation | None = None
+        self._awaited_workers: list[
+            str
+        ] = []  # workers whose accelerators its process is to have, too
+        self._owner, self._context = owner, owner.context
+        self._wakeup = asyncio.Event()
+        self._last_report: InstanceReport | None = None  # that the record has taken
+        # Without a process: the resident that is to be asleep, and where it has kept what it had.
+        self._offloaded: tuple[str, Tier] | None = None
+
+    def set_desired(self, desired: DesiredRole | None) -> None:
+        """What the record says now; None: the resident is gone from it."""
+        if desired is not None and desired.last_report != self._last_report:
+            self._last_report = None  # the record says otherwise: it is told again
+        self.desired = desired
+        if (
+            desired is not None
+            and self.process is not None
+            and desired.process_key == self.process.process_key
+        ):
+            self.process.set_desired(desired)
+        self._wakeup.set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its process is about to give the accelerator back."""
+        process, wish = self.process, self.desired
+        if process is None:
+            return False
+        if self._must_stop(process, wish):
+            return True
+        assert wish is not None
+        moves = process.tier == Tier.ACCELERATOR != wish.instance.tier
+        return moves and process.phase != InstancePhase.FAILED
+
+    async def run(self) -> None:
+        """Until nothing is wished and nothing runs. A look that Redis does not answer changes
+        nothing.
+        """
+        while self.desired is not None or self.process is not None or self._offloaded is not None:
+            with contextlib.suppress(StateUnavailable, DeadlineExceeded):
+                await self._reconcile()
+                await self._publish_report()
+            with contextlib.suppress(DeadlineExceeded):
+                async with self._context.mesh.clock.timeout(self._poll_interval_s, "news"):
+                    await self._wakeup.wait()
+            self._wakeup.clear()
+
+    async def stop(self) -> None:
+        if self.process is not None:
+            await self.process.stop("the worker ends", worker_stops=True)
+
+    async def _reconcile(self) -> None:
+        """One step from what runs towards what is wished."""
+        process, wish = self.process, self.desired
+        if self._offloaded is not None and (wish is None or wish.instance.id != self._offloaded[0]):
+            await self._delete_offloaded_state()
+            self._offloaded = None
+        if process is not None and self._must_stop(process, wish):
+            await self._stop_process(process, wish)
+        elif process is not None:
+            assert wish is not None
+            process.set_desired(wish)  # it may have come while another step was under way
+            await process.poll()
+        elif wish is not None and wish.is_asleep:
+            if self._offloaded is None:
+                tier, held = await find_offloaded_state(self._context, self.name)
+                self._context.budgets.record_usage(self.name, held)
+                self._offloaded = wish.instance.id, tier
+        elif wish is not None and not wish.is_absent:
+            self._offloaded = None
+            gpus, self._awaited_workers = await read_reservations(self._context.mesh.state, wish)
+            if not self._awaited_workers:
+                self.process = self._create_process(wish, gpus)
+                await self.process.start()
+
+    def _create_process(
+        self, desired: DesiredRole, gpu_uuids: Sequence[str]
+    ) -> RoleProcess | AcceleratorReservation:
+        owner = self._owner
+
+        def beside() -> dict[int, str]:
+            return {child.pid: child.name for child in owner.children}
+
+        if desired.is_reservation:
+            return AcceleratorReservation(self._context, desired, self._others_are_leaving, beside)
+        hooks = (
+            owner.leases,
+            self._wakeup.set,
+            owner.on_instance_exit,
+            self._others_are_leaving,
+            beside,
+        )
+        return RoleProcess(self._context, desired, *hooks, gpu_uuids)
+
+    def _others_are_leaving(self) -> bool:
+        return any(other.is_leaving for other in self._owner.slots if other is not self)
+
+    def _must_stop(
+        self, process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None
+    ) -> bool:
+        if desired is None or desired.process_key != process.process_key:
+            return True
+        # Who starts computes, and takes no turn, while others have the accelerator.
+        return (desired.is_absent and process.can_stop) or (
+            desired.is_asleep and not process.is_ready
+        )
+
+    async def _stop_process(
+        self, process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None
+    ) -> None:
+        process.phase = InstancePhase.DRAINING
+        await self._publish_report()
+        await process.stop(_stop_reason(process, desired))
+        self.process = None
+        if desired is None or desired.instance.id != process.process_key[0]:
+            await self._delete_offloaded_state()
+        self._wakeup.set()
+
+    async def _delete_offloaded_state(self) -> None:
+        """Nobody comes back for what a process of this name has kept here."""
+        around = self._context
+        around.segments.delete(self.name)
+        file = make_offload_path(
+            around.mesh.settings.make_offload_directory(around.mesh.name), self.name
+        )
+        await around.mesh.host.run_blocking(_remove, file, deadline_s=DELETE_TIMEOUT_S)
+        around.budgets.remove(self.name)
+        await self._owner.retire_log(self.name)
+
+    async def _publish_report(self) -> None:
+        """Writes what runs to the record, if that is news and the wish that it is for still is on
+        record.
+        """
+        wish = self.desired
+        if wish is None:
+            return
+        report = self._build_report(wish)
+        if report == self._last_report:
+            return
+        mesh, around = self._context.mesh, self._context
+        if await pool.report_instance(
+            mesh.state, around.worker, wish.gang, wish.instance.id, report
+        ):
+            self._last_report = report
+        else:
+            self._owner.on_stale_record()
+
+    def _build_report(self, desired: DesiredRole) -> InstanceReport:
+        process, resident = self.process, desired.instance
+        if process is None:
+            tier, detail = (
+                self._offloaded[1] if desired.is_asleep and self._offloaded else Tier.ABSENT,
+                "",
+            )
+            doing = (
+                InstancePhase.GONE
+                if desired.is_absent or desired.is_asleep
+                else InstancePhase.STARTING
+            )
+            if self._awaited_workers and doing == InstancePhase.STARTING:
+                detail = (
+                    f"{', '.join(self._awaited_workers)} to keep accelerators for it are awaited"
+                )
+            if desired.is_asleep and tier == resident.tier:
+                doing = InstancePhase.READY
+        else:
+            doing, tier, detail = process.phase, process.tier, process.detail
+            if process.process_key != desired.process_key:
+                doing, detail = InstancePhase.DRAINING, f"{process.name} of before ends"
+        return InstanceReport(
+            rank=desired.rank,
+            generation=resident.generation,
+            epoch=resident.epoch,
+            token=self._context.mesh.token,
+            doing=doing,
+            tier=tier,
+            detail=detail,
+            held=self._context.budgets.get_usage(self.name),
+        )
+
+    @property
+    def _poll_interval_s(self) -> float:
+        process = self.process
+        if process is None:
+            return STARTING_POLL_S if self._awaited_workers else POLL_S
+        if self._last_report is None:  # Redis was away, or the wish has changed
+            return POLL_S
+        if process.phase == InstancePhase.READY and process.desired is self.desired:
+            return IDLE_POLL_S
+        return (
+            STARTING_POLL_S
+            if process.phase in (InstancePhase.STARTING, InstancePhase.MOVING)
+            else POLL_S
+        )
+
+
+class WorkerInstances:
+    """All of them, from `async with` to its end, at which their processes end."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        on_stale_record: Callable[[], None],
+        on_instance_exit: Callable[[str], None],
+    ) -> None:
+        """`stale` is called when the record is not what it was when it was read, `gone` when a
+        process of a resident has ended.
+        """
+        self.context, self.on_stale_record, self.on_instance_exit = (
+            context,
+            on_stale_record,
+            on_instance_exit,
+        )
+        mesh = context.mesh
+        self.leases = LeaseWatch(mesh.state, mesh.clock, mesh.settings.host, lambda: self.children)
+        self._slots: dict[str, ProcessSlot] = {}
+        self._old_logs: deque[Path] = deque()  # the oldest first
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def __aenter__(self) -> WorkerInstances:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(tenancy.stop() for tenancy in self._slots.values()))
+        self._failure.cancel()
+
+    def set_desired(self, desired: Mapping[str, DesiredRole]) -> None:
+        """What each process should be, by name; all others end."""
+        for name in self._slots.keys() | desired.keys():
+            tenancy = self._slots.get(name)
+            if tenancy is None:
+                tenancy = self._slots[name] = ProcessSlot(self, name)
+            tenancy.set_desired(desired.get(name))
+            if name not in self._tasks:
+                self._start_slot(tenancy)
+
+    async def delete_other_files(self, desired: Mapping[str, DesiredRole]) -> None:
+        """Removes what others than these have kept on disk, before this worker last started."""
+        mesh = self.context.mesh
+        directory = Path(mesh.settings.make_offload_directory(mesh.name))
+        kept = {make_offload_path(directory, name).name for name in desired}
+        await mesh.host.run_blocking(_delete_others, directory, kept, deadline_s=DELETE_TIMEOUT_S)
+
+    async def retire_log(self, name: str) -> None:
+        """A resident is gone, and its name with it; the logs of the last ones stay."""
+        log = self.context.log_path(name)
+        if not name.startswith(PER_INSTANCE_PREFIXES) or log in self._old_logs:
+            return
+        self._old_logs.append(log)
+        if len(self._old_logs) > MAX_OLD_LOGS:
+            oldest = self._old_logs.popleft()
+            await self.context.mesh.host.run_blocking(_remove, oldest, deadline_s=DELETE_TIMEOUT_S)
+
+    async def watch_leases(self) -> None:
+        """Compares processes with their leases, for ever; raises what ends the worker: its own
+        lease is lost, or an error that nobody foresaw.
+        """
+        watching = asyncio.create_task(self.leases.run(), name="watch leases")
+        try:
+            await asyncio.wait([watching, self._failure], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+        await (self._failure if self._failure.done() else watching)
+
+    async def kill(self, instance: str, generation: int, why: str) -> None:
+        """Ends the process of a resident at once, if there is one of that generation; it is started
+        again. Returns when it is dead.
+        """
+        for process in self._processes():
+            if process.process_key == (instance, generation):
+                self.context.mesh.log.error("killed", process=process.name, why=why)
+                await process.kill(KILL_S)
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        return [child for process in self._processes() for child in process.children]
+
+    @property
+    def slots(self) -> list[ProcessSlot]:
+        """Of every name that has, or should have, a process here."""
+        return list(self._slots.values())
+
+    def stats(self) -> list[InstanceStats]:
+        return [
+            InstanceStats(
+                process.process_key[0],
+                process.desired.instance.job,
+                process.desired.instance.role,
+                process.phase,
+                process.tier,
+                process.pid,
+                process.restarts,
+            )
+            for process in self._processes()
+        ]
+
+    def _processes(self) -> list[RoleProcess | AcceleratorReservation]:
+        return [t.process for t in self._slots.values() if t.process is not None]
+
+    def _start_slot(self, slot: ProcessSlot) -> None:
+        task = asyncio.create_task(slot.run(), name=f"resident {slot.name}")
+        self._tasks[slot.name] = task
+        task.add_done_callback(lambda task: self._slot_finished(slot, task))
+
+    def _slot_finished(self, slot: ProcessSlot, task: asyncio.Task[None]) -> None:
+        del self._tasks[slot.name]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None and slot.desired is None:
+            del self._slots[slot.name]
+        elif error is None:  # it was wished again as it ended
+            self._start_slot(slot)
+        elif not self._failure.done():
+            self._failure.set_exception(error)
+
+
+def _remove(file: Path) -> None:
+    for path in file.parent.glob(f"{file.name}*"):  # whole, or half written
+        path.unlink(missing_ok=True)
+
+
+def _delete_others(directory: Path, offloaded: set[str]) -> None:
+    for path in directory.glob("*.kept*"):
+        if path.name.removesuffix(".new") not in offloaded:
+            path.unlink(missing_ok=True)
+
+
+def _stop_reason(process: RoleProcess | AcceleratorReservation, desired: DesiredRole | None) -> str:
+    id, generation = process.process_key
+    if desired is None:
+        return f"{id} is gone from the record"
+    if desired.is_asleep and desired.process_key == process.process_key:
+        return f"{id} is to sleep from epoch {desired.instance.epoch}, and is not up"
+    if desired.is_absent:
+        return f"{id} is to be absent from epoch {desired.instance.epoch}"
+    return (
+        f"{desired.process_key[0]} is wished in generation {desired.process_key[1]} after "
+        f"{generation}"
+    )

@@ -1,0 +1,86 @@
+"""The hosts that shards and sandboxes of jobs may be placed on now."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.common.state.pool.scheduling.host_services import (
+    explain_rejected_service,
+    explain_unplaced_service,
+)
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT, PoolHost, PoolSnapshot
+from meshrl.common.state.pool.workers.process_names import SERVICE_NAMES, parse_service_name
+from meshrl.services.planner.admission.fair_shares import has_started
+from meshrl.services.planner.pool.presence import PoolPresence
+
+
+class ServiceHosts:
+    """Those of one look."""
+
+    def __init__(self, snapshot: PoolSnapshot, presence: PoolPresence) -> None:
+        self._hosts = {host.name: host for host in snapshot.hosts}
+        self._requirements = {job.id: job.need for job in snapshot.jobs}
+        self._schedulable_hosts = [self._hosts[name] for name in presence.schedulable_hosts]
+        self._hosts_by_need: dict[tuple[str, str], tuple[str, ...]] = {}
+
+    def find_hosts(self, name: str) -> tuple[str, ...]:
+        """The hosts that a shard or a sandbox may be placed on, by its name."""
+        kind, job, _ = parse_service_name(name)
+        return self._find_hosts_by_kind(kind, self._requirements[job])
+
+    def can_keep_service(self, host: PoolHost, name: str) -> bool:
+        """Whether a service may stay where it is: a host that is there again with other options, or
+        with less isolation, has it no more.
+        """
+        kind, job, _ = parse_service_name(name)
+        tries = host.is_probing_isolation and SERVICE_NAMES[kind] in host.takes
+        return (
+            not host.alive
+            or tries
+            or not explain_rejected_service(host, kind, self._requirements[job])
+        )
+
+    def explain_rejection(self, job: PlannedJob) -> str:
+        """Why no host, away or not, would take services of this job that are on none; empty when
+        each is on one, or may come to be.
+        """
+        for kind, word in SERVICE_NAMES.items():
+            if not _count_desired(job.need, word) or self._find_hosts_by_kind(kind, job.need):
+                continue
+            there = [host for host in self._hosts.values() if host.draining != HOST_LEFT]
+            if has_started(job) and any(
+                host.is_probing_isolation and word in host.takes for host in there
+            ):
+                continue  # one may turn out as it was, and the job goes on
+            if there and all(explain_rejected_service(host, kind, job.need) for host in there):
+                return explain_unplaced_service(self._hosts.values(), kind, job.need)
+        return ""
+
+    def explain_unplaced(self, job: PlannedJob, placed: Collection[str]) -> Iterator[str]:
+        """Which services of a job are on no host, as none of `placed`, and why."""
+        for kind, word in SERVICE_NAMES.items():
+            names = [
+                f"{kind}/{job.id}/{number}" for number in range(_count_desired(job.need, word))
+            ]
+            absent = [name for name in names if name not in placed]
+            if absent and not self._find_hosts_by_kind(kind, job.need):
+                yield (
+                    f"{', '.join(absent)}: "
+                    f"{explain_unplaced_service(self._hosts.values(), kind, job.need)}"
+                )
+
+    def _find_hosts_by_kind(self, kind: str, requirements: JobRequirements) -> tuple[str, ...]:
+        about = kind, requirements.tier if kind == "sandbox" else ""
+        if about not in self._hosts_by_need:
+            takes = tuple(
+                host.name
+                for host in self._schedulable_hosts
+                if not explain_rejected_service(host, kind, requirements)
+            )
+            self._hosts_by_need[about] = takes
+        return self._hosts_by_need[about]
+
+
+def _count_desired(requirements: JobRequirements, service_name: str) -> int:
+    return requirements.shards if service_name == "shards" else requirements.sandboxes

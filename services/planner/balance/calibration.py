@@ -1,0 +1,89 @@
+"""What is learnt of the cost model when what it predicts is measured: of the degrees of engines,
+and of training on one worker. Both correct what is predicted of every job of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.services.planner.balance.initial_plan import build_training_query
+from meshrl.services.planner.balance.split_state import SplitState
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.training_prediction import TrainingQuery, predict_training
+from meshrl.services.planner.forecast import engine_curves
+from meshrl.services.planner.forecast.work_account import build_window
+from meshrl.services.planner.pool.draft import PoolDraft
+
+
+def record_measurements(
+    draft: PoolDraft,
+    job: PlannedJob,
+    previous: SplitState,
+    state: SplitState,
+    correction: Correction,
+) -> SplitState:
+    """The watch after a look at what has been measured since `before`, which people are shown."""
+    shown: dict[str, Any] = {}
+    curves = engine_curves.update_curves(state.curves, job.measured.curves)
+    if curves is not state.curves and (
+        told := engine_curves.compare_with_predictions(curves, job, correction)
+    ):
+        shown["degrees"] = told
+    if trained := _compare_training(draft, job, previous, state):
+        asked, foretold_s, observed_s = trained
+        shown["training"] = {
+            "kind": asked.kind,
+            "predicted_s": float(f"{correction.correct(asked.key, foretold_s):.4g}"),
+            "observed_s": float(f"{observed_s:.4g}"),
+            "error": round(correction.compute_error(asked.key), 4),
+        }
+    if curves is state.curves and not shown:
+        return state
+    return replace(state, curves=curves, explained=dict(state.explained) | shown)
+
+
+def update_correction(
+    correction: Correction,
+    draft: PoolDraft,
+    jobs: Iterable[PlannedJob],
+    previous: Mapping[str, SplitState],
+    after: Mapping[str, SplitState],
+) -> Correction:
+    """The correction after a look at which something was measured anew."""
+    for job in jobs:
+        known, watch = previous.get(job.id, SplitState()), after.get(job.id)
+        if watch is None:
+            continue
+        if watch.curves != known.curves:
+            correction = engine_curves.update_correction(
+                correction, job, known.curves, watch.curves
+            )
+        if trained := _compare_training(draft, job, known, watch):
+            asked, foretold_s, observed_s = trained
+            correction = correction.observe(asked.key, foretold_s, observed_s)
+    return correction
+
+
+def _compare_training(
+    draft: PoolDraft, job: PlannedJob, previous: SplitState, state: SplitState
+) -> tuple[TrainingQuery, float, float] | None:
+    """What a step's gradients are foretold to take on one worker, and took in the window that has
+    ended since `before`; None where none has, or nothing is foretold.
+    """
+    older, newer = state.older, state.newer
+    if older is None or newer is None or newer == previous.newer:
+        return None
+    window, asked = (
+        build_window(older, newer),
+        build_training_query(draft, job, draft.get_instances(job.id)),
+    )
+    if window is None or asked is None:
+        return None
+    sequences, tokens = (n / window.steps for n in (window.work.trajectories, window.work.tokens))
+    foretold = predict_training(asked, sequences, tokens)
+    if foretold is None:
+        return None
+    return asked, foretold.gradient_s, window.work.work_s / window.steps

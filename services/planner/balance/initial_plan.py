@@ -1,0 +1,99 @@
+"""The first plan of a job: made when its first groups have come, before a step was measured.
+
+Engines and shards have measured their part by then. What training takes is foretold
+(`costs/training_prediction.py`), so that a job whose default split is far off does not have to make
+steps with it until they are enough to tell. Whether it paid is judged by what is measured
+afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshrl.common.state.pool.demand.measurements import parse_accelerator_kind
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.store.planner_reports import OPENING
+from meshrl.services.planner.balance.replan_assessment import (
+    ReplanInputs,
+    build_step_terms,
+    compute_busiest_host_share,
+    select_curves,
+)
+from meshrl.services.planner.balance.split_state import SplitState
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.training_prediction import (
+    TrainingQuery,
+    predict_corrected_training,
+)
+from meshrl.services.planner.forecast.prediction import average_curve, predict_step
+from meshrl.services.planner.forecast.step_quantities import StepDemand, StepRates
+from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import JobInstances
+
+MIN_FINISHED_SHARE = 2 / 3  # of those trajectories
+
+
+def is_initial_plan_due(job: PlannedJob, state: SplitState, totals: StepTotals) -> bool:
+    """Whether it is time for a job's first plan: neither too early nor too late, as something was
+    measured.
+    """
+    if state.split is None or state.trial is not None or state.moved_step is not None:
+        return False
+    if state.compute_window(totals, 1) is not None or totals.total.sampled <= 0:
+        return False
+    # Of those that the gate admits before a step is trained the short ones end first: so many that
+    # the long ones are among them.
+    terms, work = build_step_terms(job), totals.total
+    admits = (1 + terms.max_staleness) * terms.groups_per_step * terms.group_size
+    return work.trajectories >= MIN_FINISHED_SHARE * admits and work.groups >= terms.groups_per_step
+
+
+def prepare_initial_plan(
+    draft: PoolDraft, job: PlannedJob, state: SplitState, totals: StepTotals, correction: Correction
+) -> ReplanInputs | None:
+    """What a job's first plan is made by; None where nothing foretells its training, or no engine
+    has measured its curve.
+    """
+    terms, work, split = build_step_terms(job), totals.total, state.split
+    assert split is not None
+    team, lengths = draft.get_instances(job.id), job.measured.lengths
+    curves = [one for one in select_curves(job, state) if one.steps > 0]
+    asked = build_training_query(draft, job, team)
+    if lengths is None or not curves or asked is None or not split.engines:
+        return None
+    trajectories = float(terms.groups_per_step * terms.group_size)
+    sampled = work.sampled / work.trajectories
+    now = StepDemand(
+        trajectories=trajectories,
+        sampled=sampled,
+        tool_s=work.tool_s / work.trajectories,
+        trained=trajectories * (work.prompted / work.trajectories + sampled),
+        shape=lengths.sampled,
+    )
+    training = predict_corrected_training(asked, trajectories, now.trained, correction)
+    if training is None:
+        return None
+    rates = StepRates(
+        curve=average_curve(curves, sampled / 2),
+        friction=1.0,
+        work_s=training.gradient_s,
+        fixed_s=training.fixed_s,
+        cores=0.0,
+    )
+    model = predict_step(now, rates, split, terms, 0.0)
+    rates = replace(rates, cores=compute_busiest_host_share(draft, team))
+    model = predict_step(now, rates, split, terms, model.step_s)
+    return ReplanInputs(WorkWindow(0, 0.0, work), 0.0, now, rates, model, OPENING)
+
+
+def build_training_query(
+    draft: PoolDraft, job: PlannedJob, instances: JobInstances
+) -> TrainingQuery | None:
+    """What of a job's training is foretold; None without a core."""
+    if instances.core is None:
+        return None
+    accelerator = draft.workers[instances.core.workers[0]].accelerator
+    return TrainingQuery(
+        job.model, parse_accelerator_kind(accelerator), job.shape, job.training_pace
+    )

@@ -1,0 +1,295 @@
+"""Decides which workers of a job roll out and which train, and whether the last move paid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Rationale, ReportMoveOutcome
+from meshrl.common.state.pool.store.planner_reports import OPENING, STAGE_TIME
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.balance import trials
+from meshrl.services.planner.balance.calibration import record_measurements
+from meshrl.services.planner.balance.initial_plan import is_initial_plan_due, prepare_initial_plan
+from meshrl.services.planner.balance.replan_assessment import (
+    MIN_WINDOW_STEPS,
+    ReplanInputs,
+    assess_job,
+    build_step_terms,
+    compute_busiest_host_share,
+    compute_imbalance,
+    explain_move_rejection,
+    read_split,
+    record_explanation,
+    record_move_times,
+    select_curves,
+)
+from meshrl.services.planner.balance.reshaping import advance_reshape, plan_reshape, start_restore
+from meshrl.services.planner.balance.split_state import SplitState
+from meshrl.services.planner.balance.trials import TrialEvidence, Verdict
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.forecast.prediction import measure_demand, measure_rates, predict_step
+from meshrl.services.planner.forecast.step_quantities import WorkerSplit
+from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow, build_window
+from meshrl.services.planner.policies.role_moves import move_worker
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
+
+UNDO_RULE = "unpaid"
+SIMULATION_INTERVAL_MS, MAX_SIMULATED_JOBS = (
+    3000,
+    4,
+)  # between two looks at which a job's steps are played; jobs at a look
+TIE_RATIO = (
+    0.99  # of a split that moves fewer workers, which another one takes at most to be better
+)
+EXTRAPOLATION_PENALTY = (
+    0.1  # share of a step that a prediction is less sure by, for e times as many engines
+)
+
+
+class SimulationBudget:
+    """The jobs whose steps may be played ahead at a look, as each takes a while."""
+
+    def __init__(self, now_ms: int) -> None:
+        self._now_ms, self._remaining_jobs = now_ms, MAX_SIMULATED_JOBS
+
+    def take(self, state: SplitState) -> SplitState | None:
+        """The watch of a job that has its turn now; None for one that has not."""
+        if not self._remaining_jobs or self._now_ms - state.played_ms < SIMULATION_INTERVAL_MS:
+            return None
+        self._remaining_jobs -= 1
+        return replace(state, played_ms=self._now_ms)
+
+
+def balance_job(
+    draft: PoolDraft,
+    job: PlannedJob,
+    state: SplitState,
+    correction: Correction,
+    simulation_budget: SimulationBudget,
+) -> SplitState:
+    """Moves engines or helpers of a job to the other side, or gives engines other degrees, where
+    that is predicted to pay, undoes moves that did not, and returns what is to be remembered.
+    `correction` is that of predicted curves; `plays`, of which jobs steps may be played ahead.
+    """
+    known = state
+    team, config, several = draft.get_instances(job.id), job.config, job.need.degrees != (1,)
+    if not job.need.helped:
+        for seated in [one for one in team.hybrids if not one.instance.pinned]:
+            why = Rationale("unhelped", job.id)  # the core takes nothing of it
+            draft.remove_instance(seated, why)
+            if job.need.smallest_engine == 1:
+                draft.place_instance(seated.workers, job.id, Role.ROLLOUT, why)
+        if not several:
+            return state
+    state = record_move_times(draft, job, state)
+    if job.phase != Phase.TRAINING or job.held or team.core is None or not team.core.is_awake:
+        return state.reset_window() if state.older is not None else state
+    if state.wish is not None:
+        if several and config.moves:
+            state = advance_reshape(draft, job, state, round(state.account.total.steps))
+        else:
+            state = replace(state, wish=None, trial=None)
+    if draft.snapshot.now_ms - state.observed_ms < 1000 * config.interval_s:
+        return state
+    account = state.account.credit(job.measured)
+    mark = StepTotals(round(account.total.steps), draft.snapshot.now_ms, account.total)
+    split, terms = read_split(job, draft.get_instances(job.id)), build_step_terms(job)
+    state = replace(state, observed_ms=mark.ms)
+    if (
+        config.moves
+        and not several
+        and is_initial_plan_due(job, state, mark)
+        and (taken := simulation_budget.take(state))
+    ):
+        state = taken
+        found = prepare_initial_plan(draft, job, state, mark, correction)
+        if found is not None:
+            state = _plan_shift(draft, job, state, mark, found, OPENING)
+            if state.trial is not None:
+                return state
+    if state.times.last_step == mark.step and split.is_same(state.split):
+        return state  # counts of half a step fit no others
+    state = replace(state, account=account)
+    state = state.record_totals(mark, split, terms.max_staleness, config.window_steps)
+    state = record_measurements(draft, job, known, state, correction)
+    if not config.moves or state.wish is not None:
+        return state
+    if state.trial is not None:
+        return _judge_trial(draft, job, state, mark, simulation_budget)
+    taken = (
+        simulation_budget.take(state)
+        if state.compute_window(mark, MIN_WINDOW_STEPS) is not None
+        else None
+    )
+    if taken is None:
+        return state
+    state, found = assess_job(draft, job, taken, mark)
+    if found is None:
+        return state
+    if several:
+        return plan_reshape(draft, job, state, mark, found, correction)
+    return _plan_shift(draft, job, state, mark, found)
+
+
+# -- what a move brought ---------------------------------------------------------------------------
+
+
+def _judge_trial(
+    draft: PoolDraft,
+    job: PlannedJob,
+    state: SplitState,
+    totals: StepTotals,
+    simulation_budget: SimulationBudget,
+) -> SplitState:
+    trial, team, terms = state.trial, draft.get_instances(job.id), build_step_terms(job)
+    assert trial is not None
+    if not trial.after.is_same(state.split):
+        told = f"the move of step {trial.step} cannot be judged: the split has changed meanwhile"
+        return record_explanation(replace(state, trial=None), None, told)
+    trial = trials.update_trial_window(trial, team.is_reconciled, totals, terms)
+    state = replace(state, trial=trial)
+    failures = state.failures.get(trial.direction, 0)
+    steps = job.config.window_steps * (1 + failures)
+    window = build_window(trial.begins, totals) if trial.begins is not None else None
+    if window is None or not window.is_long_enough(steps) or window.step_s <= 0:
+        return state
+    taken = simulation_budget.take(state)
+    if taken is None:
+        return state
+    state = taken
+    verdict = _compute_verdict(draft, job, state, totals, window, steps)
+    if verdict is None:
+        return state
+    then = predict_step(trial.demand, trial.rates, trial.before, terms, 0.0)
+    state = state.record_verdict(verdict, compute_imbalance(then), totals.step)
+    draft.add_decision(
+        ReportMoveOutcome(job.id, verdict.to_event(), Rationale(verdict.rule, job.id))
+    )
+    if not verdict.paid:
+        figures = {"regret_s": round(verdict.regret_s, 4), "step": job.steps_done}
+        if trial.before.degrees:
+            state = start_restore(draft, job, state, trial.before, UNDO_RULE, figures)
+        else:
+            shifted = trial.after.trainers - trial.before.trainers
+            _apply_shift(draft, job, team, -shifted, UNDO_RULE, figures)
+    did = "paid" if verdict.paid else "did not pay and is undone"
+    told = (
+        f"the move of step {verdict.step} to {verdict.towards} {did}: {verdict.observed_s:.3g} s "
+        f"a step, {verdict.expected_s:.3g} s without it"
+    )
+    return record_explanation(state, None, told)
+
+
+def _compute_verdict(
+    draft: PoolDraft,
+    job: PlannedJob,
+    state: SplitState,
+    totals: StepTotals,
+    window: WorkWindow,
+    steps: int,
+) -> Verdict | None:
+    trial = state.trial
+    assert trial is not None and trial.begins is not None
+    terms, cores = (
+        build_step_terms(job),
+        compute_busiest_host_share(draft, draft.get_instances(job.id)),
+    )
+    now = measure_demand(window, terms, job.measured.lengths)
+    if now is None:
+        return None
+    shown = TrialEvidence(
+        window, now, state.times.estimate_mean_error(trial.begins.step, totals.step)
+    )
+    if trial.rule == OPENING:
+        measured = measure_rates(window, now, terms, trial.after, select_curves(job, state), cores)
+        if measured is None:
+            return None  # what was foretold is no witness of itself
+        shown = replace(shown, rates=measured)
+    return trials.judge_trial(trial, shown, terms, steps)
+
+
+# -- what a move would bring -----------------------------------------------------------------------
+
+
+def _plan_shift(
+    draft: PoolDraft,
+    job: PlannedJob,
+    state: SplitState,
+    totals: StepTotals,
+    inputs: ReplanInputs,
+    rule: str = STAGE_TIME,
+) -> SplitState:
+    team, split = draft.get_instances(job.id), state.split
+    window, model = inputs.window, inputs.prediction
+    assert split is not None
+    shift, after_s, weighed_s = _find_best_shift(state, job, team, inputs)
+    if not shift:
+        return record_explanation(state, model, "no other split is predicted to be faster", window)
+    towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
+    if why := explain_move_rejection(job, state, team, inputs, weighed_s, towards, abs(shift)):
+        return record_explanation(state, model, why, window)
+    after = WorkerSplit(split.engines - shift, split.trainers + shift)
+    arrived = _apply_shift(draft, job, team, shift, rule, inputs.build_figures(job, after, after_s))
+    trial = inputs.create_trial(
+        job, state, rule, arrived[0].instance.id, after, after_s, abs(shift)
+    )
+    told = f"{abs(shift)} moved to {towards}"
+    return record_explanation(state.record_move(totals.step, trial), model, told, window)
+
+
+def _find_best_shift(
+    state: SplitState, job: PlannedJob, instances: JobInstances, inputs: ReplanInputs
+) -> tuple[int, float, float]:
+    """By how many workers training should grow, the seconds of a step then, and what it counts as:
+    longer, the further its engines are from those that were measured. Of splits that are as good,
+    the nearest.
+    """
+    split, terms = state.split, build_step_terms(job)
+    assert split is not None
+    engines = min(len(_select_movable(instances.engines)), split.engines - job.config.min_rollout)
+    best = 0, inputs.current_step_s, inputs.current_step_s
+    for shift in sorted(
+        range(-len(_select_movable(instances.hybrids)), max(0, engines) + 1), key=abs
+    ):
+        if not shift:
+            continue
+        other = WorkerSplit(split.engines - shift, split.trainers + shift)
+        towards = Role.TRAINING if shift > 0 else Role.ROLLOUT
+        after_s = inputs.predict_step_s(other, terms) * state.bias.get(towards, 1.0)
+        weighed_s = after_s * (
+            1 + EXTRAPOLATION_PENALTY * abs(math.log(other.engines / split.engines))
+        )
+        if weighed_s < TIE_RATIO * best[2]:
+            best = shift, after_s, weighed_s
+    return best
+
+
+def _apply_shift(
+    draft: PoolDraft,
+    job: PlannedJob,
+    instances: JobInstances,
+    shift: int,
+    rule: str,
+    figures: dict[str, Any],
+) -> list[InstancePlacement]:
+    """Lets so many engines train, or helpers roll out (negative), the last ones; who arrives."""
+    others = instances.engines if shift > 0 else instances.hybrids
+    role = Role.TRAINING if shift > 0 else Role.ROLLOUT
+    leave = _select_movable(others)[::-1][: abs(shift)]
+    arrived = []
+    for seated in leave:
+        sides = {"policy": rule, "from": seated.instance.role, "to": role}
+        why = Rationale(rule, job.id, figures)
+        arrived.append(move_worker(draft, seated, role, why, sides | figures))
+    return arrived
+
+
+def _select_movable(placements: Sequence[InstancePlacement]) -> list[InstancePlacement]:
+    """Those that people have not put there, and that are on one worker."""
+    return [s for s in placements if not s.instance.pinned and len(s.workers) == 1]

@@ -1,0 +1,243 @@
+"""How a job stands at a look: what its window says, and whether anything presses for another split.
+Both the policy of engines of one worker and that of several go by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import FinishMove
+from meshrl.services.planner.balance import triggers
+from meshrl.services.planner.balance.split_state import SplitState
+from meshrl.services.planner.balance.trials import Trial
+from meshrl.services.planner.forecast.engine_curves import MIN_CURVE_STEPS
+from meshrl.services.planner.forecast.prediction import (
+    StepPrediction,
+    correct_prediction,
+    measure_demand,
+    measure_rates,
+    predict_step,
+    predict_step_s,
+)
+from meshrl.services.planner.forecast.step_quantities import (
+    StepDemand,
+    StepRates,
+    StepTerms,
+    WorkerSplit,
+)
+from meshrl.services.planner.forecast.work_account import StepTotals, WorkWindow
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import JobInstances
+
+DEFAULT_SWITCH_S = 3.0  # that a move takes where none was measured: to start a role process
+SWITCH_WEIGHT = 0.3  # of the last move, in what a move takes
+MIN_WINDOW_STEPS = 2  # of a window by which anything is planned;
+MIN_EARLY_GAIN = 0.2  # share of a step that a move must save which is decided on so few
+IMBALANCE_CHANGE_FACTOR = (
+    1.5  # times the imbalance of a move that did not pay: it is another job by now
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplanInputs:
+    """A job for which another split is to be looked for."""
+
+    window: WorkWindow  # of no steps, where none was measured yet
+    relative_error: float  # of its steps' mean time, as a share of it
+    demand: StepDemand
+    rates: StepRates
+    prediction: StepPrediction  # of the split that it has
+    trigger: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, as measured, or else as predicted."""
+        return self.window.step_s if self.window.steps else self.prediction.step_s
+
+    @property
+    def current_step_s(self) -> float:
+        """What a step takes with this split: as measured, or less, as far as it can be believed."""
+        believed_s = correct_prediction(
+            self.prediction.step_s, self.prediction.step_s, self.step_s, self.relative_error
+        )
+        return min(self.step_s, believed_s)
+
+    def predict_step_s(self, split: WorkerSplit, terms: StepTerms) -> float:
+        """What it takes with another one."""
+        model_s = predict_step_s(self.demand, self.rates, split, terms, self.step_s)
+        return correct_prediction(model_s, self.prediction.step_s, self.step_s, self.relative_error)
+
+    def build_figures(self, job: PlannedJob, after: WorkerSplit, after_s: float) -> dict[str, Any]:
+        """What a move to another split is decided by."""
+        model = self.prediction
+        then = predict_step(self.demand, self.rates, after, build_step_terms(job), self.step_s)
+        return model.to_event() | {
+            "rollout_s": model.rollout_s,
+            "train_s": model.train_s,
+            "before_s": round(self.step_s, 4),
+            "trigger": self.trigger,
+            "predicted_s": round(after_s, 4),
+            "then_rollout_s": round(then.rollout_s, 4),
+            "then_train_s": round(then.train_s, 4),
+            "step": job.steps_done,
+        }
+
+    def create_trial(
+        self,
+        job: PlannedJob,
+        state: SplitState,
+        rule: str,
+        instance: str,
+        after: WorkerSplit,
+        after_s: float,
+        moved_workers: int,
+    ) -> Trial:
+        """The trial of a move to another split, with the first resident that arrived."""
+        assert state.split is not None
+        trial = Trial(
+            rule,
+            instance,
+            state.split,
+            after,
+            job.steps_done,
+            self.step_s,
+            after_s,
+            1.0,
+            self.demand,
+            self.rates,
+            moved_workers,
+            self.relative_error,
+        )
+        return replace(trial, bias=state.bias.get(trial.direction, 1.0))
+
+
+def assess_job(
+    draft: PoolDraft, job: PlannedJob, state: SplitState, totals: StepTotals
+) -> tuple[SplitState, ReplanInputs | None]:
+    """The watch of a job, and what presses; None where nothing does, or it rests."""
+    team, config, terms, split = (
+        draft.get_instances(job.id),
+        job.config,
+        build_step_terms(job),
+        state.split,
+    )
+    window = state.compute_window(totals, MIN_WINDOW_STEPS)
+    assert split is not None
+    told = {d.move.id for d in draft.decisions if isinstance(d, FinishMove)}
+    moving = {one.gang for one in draft.snapshot.moves if one.id not in told}
+    if window is None or any(one.gang in moving for one in team.placements):
+        return state, None
+    now, cores = (
+        measure_demand(window, terms, job.measured.lengths),
+        compute_busiest_host_share(draft, team),
+    )
+    found = (
+        measure_rates(window, now, terms, split, select_curves(job, state), cores) if now else None
+    )
+    if now is None or found is None or window.step_s <= 0:
+        return record_explanation(state, None, "too little has been measured"), None
+    model = predict_step(now, found, split, terms, window.step_s)
+    for towards, then in state.failed_at.items():  # the job has become another one since
+        change = compute_imbalance(model) / max(then, 1e-9)
+        if change >= IMBALANCE_CHANGE_FACTOR or change <= 1 / IMBALANCE_CHANGE_FACTOR:
+            state = replace(state, failures={**state.failures, towards: 0})
+    rejected, since_planned = job.rejected - state.rejected, totals.step - state.planned_step
+    pressing = triggers.find_trigger(window, split, terms, model, config, rejected, since_planned)
+    failures = max(state.failures.values(), default=0)
+    since = totals.step - state.moved_step if state.moved_step is not None else None
+    if why := triggers.explain_cooldown(job.steps_done, since, config, failures):
+        return record_explanation(state, model, why, window), None
+    if not pressing:
+        return record_explanation(state, model, "nothing presses for another split", window), None
+    state = replace(state, planned_step=totals.step, rejected=job.rejected)
+    first = state.older.step if state.older is not None else totals.step
+    error = state.times.estimate_mean_error(first, totals.step)
+    return state, ReplanInputs(window, error, now, found, model, pressing)
+
+
+def explain_move_rejection(
+    job: PlannedJob,
+    state: SplitState,
+    instances: JobInstances,
+    inputs: ReplanInputs,
+    after_s: float,
+    direction: str,
+    moved_workers: int,
+) -> str:
+    """Why a move of `n` workers to a step of `after_s` is not made; empty: it is."""
+    window, config, step_s = inputs.window, job.config, inputs.current_step_s
+    left = job.steps - job.steps_done if job.steps else 1 << 30
+    switch_s = (
+        (state.switch_s or DEFAULT_SWITCH_S) * moved_workers / max(1, instances.awake_worker_count)
+    )
+    saved_s = step_s - after_s
+    if window.steps < config.window_steps and saved_s < MIN_EARLY_GAIN * step_s:
+        return f"{window.steps} steps are too few to tell"
+    failures = state.failures.get(direction, 0)
+    why = triggers.explain_insufficient_gain(saved_s, step_s, config, failures, left, switch_s)
+    return f"{moved_workers} more to {direction}: {why}" if why else ""
+
+
+def build_step_terms(job: PlannedJob) -> StepTerms:
+    """What a job's file says of a step."""
+    return StepTerms(
+        job.groups_per_step, job.group_size, job.max_staleness, job.slots, job.bin_tokens
+    )
+
+
+def read_split(job: PlannedJob, instances: JobInstances) -> WorkerSplit:
+    """Who does what now."""
+    degrees: tuple[int, ...] = ()
+    if job.need.degrees != (1,):
+        degrees = tuple(sorted((len(one.workers) for one in instances.engines), reverse=True))
+    return WorkerSplit(len(instances.engines), job.need.ranks + len(instances.hybrids), degrees)
+
+
+def record_move_times(draft: PoolDraft, job: PlannedJob, state: SplitState) -> SplitState:
+    """Takes in what the moves of a job took that are complete by this look."""
+    for one in draft.decisions:
+        if isinstance(one, FinishMove) and not one.undone and one.move.back.get("job") == job.id:
+            took_s = (draft.snapshot.now_ms - one.move.started_ms) / 1000
+            known = state.switch_s
+            state = replace(
+                state, switch_s=known + SWITCH_WEIGHT * (took_s - known) if known else took_s
+            )
+    return state
+
+
+def compute_imbalance(model: StepPrediction) -> float:
+    """Rollout over training."""
+    return model.rollout_s / max(model.train_s, 1e-9)
+
+
+def record_explanation(
+    state: SplitState, model: StepPrediction | None, verdict: str, window: WorkWindow | None = None
+) -> SplitState:
+    """Says to people what is predicted, and why this is done."""
+    binds = model.bottleneck if model is not None else ""
+    told: dict[str, Any] = dict(state.explained)
+    if model is not None and window is not None and window.steps:
+        told |= model.to_event() | {"binds": binds, "measured_s": round(window.step_s, 4)}
+    errors = [one.relative_error for one in state.verdicts]
+    told |= {"verdict": verdict, "error": round(median(errors), 4) if errors else None}
+    return replace(state, explained=told)
+
+
+def select_curves(job: PlannedJob, state: SplitState) -> Sequence[DecodeCurve]:
+    """Those of its engines; while all of them have begun anew, what was known of them before."""
+    sure = [curve for curve in job.measured.curves if curve.steps >= MIN_CURVE_STEPS]
+    return sure or list(state.curves.values()) or job.measured.curves
+
+
+def compute_busiest_host_share(draft: PoolDraft, instances: JobInstances) -> float:
+    """The share of its cores that the busiest host of a job keeps busy; 0: not known."""
+    there = {
+        draft.workers[worker].host for seated in instances.placements for worker in seated.workers
+    }
+    hosts = [host for host in draft.snapshot.hosts if host.name in there and host.cores > 0]
+    return max((min(1.0, host.busy_cores / host.cores) for host in hosts), default=0.0)

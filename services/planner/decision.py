@@ -1,0 +1,146 @@
+"""The planner's decisions: one pure function from what a leader sees, and what it remembers, to
+what it decides and remembers then.
+
+The policies beside it answer one question each; the order in which they are asked is here. Each
+works on a draft that the last one left, and a snapshot that shows what was decided leads to nothing
+more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Decision
+from meshrl.common.state.pool.scheduling.feasibility import drop_infeasible_degrees
+from meshrl.common.state.pool.scheduling.snapshot import PoolSnapshot
+from meshrl.services.planner.admission.fair_shares import PoolDivision, ShareClaim, divide_pool
+from meshrl.services.planner.admission.feasibility import find_infeasible_jobs, order_runnable_jobs
+from meshrl.services.planner.admission.service_hosts import ServiceHosts
+from meshrl.services.planner.balance.calibration import update_correction
+from meshrl.services.planner.balance.rebalancing import SimulationBudget, balance_job
+from meshrl.services.planner.balance.split_state import SplitState
+from meshrl.services.planner.memory import PlannerMemory
+from meshrl.services.planner.policies import pausing, role_moves
+from meshrl.services.planner.policies.engine_placement import has_no_engine_place
+from meshrl.services.planner.policies.eviction import (
+    evict_displaced,
+    evict_lost,
+    remove_finished_jobs,
+)
+from meshrl.services.planner.policies.expert_split import choose_expert_split
+from meshrl.services.planner.policies.placement import (
+    end_time_slicing,
+    grow_job,
+    place_floor,
+    shrink_to_share,
+)
+from meshrl.services.planner.policies.pool_requests import answer_requests
+from meshrl.services.planner.policies.service_placement import place_services
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.presence import PoolPresence, compute_presence
+
+
+def decide(snapshot: PoolSnapshot, memory: PlannerMemory) -> tuple[list[Decision], PlannerMemory]:
+    """What a leader decides at this look, in order, and what it remembers after it."""
+    presence = compute_presence(snapshot, memory)
+    draft = PoolDraft(snapshot, presence.usable_workers)
+    evict_lost(draft, presence)
+    short, failed = find_infeasible_jobs(snapshot, presence.expected_workers, memory.short)
+    for failure in failed:
+        draft.add_decision(failure)
+    jobs = [
+        replace(job, need=drop_infeasible_degrees(job.need, presence.usable_workers))
+        for job in order_runnable_jobs(snapshot.jobs, failed)
+    ]
+    remove_finished_jobs(draft, jobs)
+    divisions = {
+        job.id: choose_expert_split(draft, job, memory.mixtures.get(job.id)) for job in jobs
+    }
+    jobs = [job for job, _ in divisions.values()]
+    role_moves.finish_moves(draft)
+    takers = ServiceHosts(snapshot, presence)
+    division = _divide_pool(draft, jobs, presence, takers)
+    _place_instances(draft, jobs, division, presence)
+    aside = answer_requests(draft, jobs, division, presence, takers, memory.aside)
+    before = {job.id: memory.watches.get(job.id, SplitState()) for job in jobs}
+    running = [job for job in jobs if job.id in division.workers]
+    plays = SimulationBudget(snapshot.now_ms)
+    watches = {
+        job.id: balance_job(draft, job, before[job.id], memory.correction, plays)
+        for job in sorted(running, key=lambda job: before[job.id].played_ms)
+    }
+    role_moves.abandon_moves(draft)
+    draft.dissolve_empty_gangs()
+    place_services(draft, jobs, division, presence, takers)
+    known = {worker.id for worker in snapshot.workers}
+    return draft.decisions, PlannerMemory(
+        missing=presence.missing_since,
+        lost=presence.lost_workers,
+        away=presence.away_since,
+        gone=presence.lost_hosts,
+        short=short,
+        aside=aside & known,
+        watches=watches,
+        entitled=dict(division.workers),
+        mixtures={id: mixture for id, (_, mixture) in divisions.items() if mixture is not None},
+        correction=update_correction(memory.correction, draft, jobs, memory.watches, watches),
+    )
+
+
+def _divide_pool(
+    draft: PoolDraft,
+    jobs: Sequence[PlannedJob],
+    presence: PoolPresence,
+    service_hosts: ServiceHosts,
+) -> PoolDivision:
+    """The shares of jobs; none for those whose services no host takes. While a new mesh gathers
+    nobody takes turns: workers may still come.
+    """
+    snapshot = draft.snapshot
+    unserved = {job.id: why for job in jobs if (why := service_hosts.explain_rejection(job))}
+    jobs = [job for job in jobs if job.id not in unserved]
+    settings = snapshot.settings
+    places = Counter(settings.get_gang_location(worker) for worker in presence.usable_workers)
+    claims = {job.id: _build_share_claim(draft, job) for job in jobs}
+    turns = settings.turns and not snapshot.is_gathering_workers
+    division = divide_pool(jobs, places, claims, turns, settings.gangs)
+    division.rejected.update(unserved)
+    return division
+
+
+def _build_share_claim(draft: PoolDraft, job: PlannedJob) -> ShareClaim:
+    team = draft.get_instances(job.id)
+    home = draft.get_place(team.core.workers[0]) if team.core is not None else ""
+    engines = sum(len(seated.workers) for seated in team.engines if seated.instance.pinned)
+    helpers = sum(seated.instance.pinned for seated in team.hybrids)
+    if not engines and helpers and job.need.rolls_out:
+        engines = job.need.smallest_engine
+    settled = team.core is not None and team.core.is_awake and team.core.instance.is_reconciled
+    stranded = settled and job.checkpointed and has_no_engine_place(draft, job)
+    return ShareClaim(home, engines + helpers, stranded)
+
+
+def _place_instances(
+    draft: PoolDraft, jobs: Sequence[PlannedJob], division: PoolDivision, presence: PoolPresence
+) -> None:
+    """Residents where the shares say: what is given back first, then floors, then the rest."""
+    for job in jobs:
+        if job.id not in division.workers:
+            pausing.update_admission(draft, job, division)
+            pausing.free_accelerators(draft, job)
+    running = [(job, division.workers[job.id]) for job in jobs if job.id in division.workers]
+    for job, _ in running:
+        evict_displaced(draft, job, presence, division)
+    wakes = pausing.find_waking_workers(draft, [job for job, _ in running])
+    for job, share in running:
+        shrink_to_share(draft, job, share, "share", wakes)
+    for job, share in running:
+        pausing.wake_core(draft, job, share)
+        place_floor(draft, job, share, division.core_places.get(job.id, ""), division.time_slicing)
+        pausing.update_admission(draft, job, division)
+    for job, share in running:
+        grow_job(draft, job, share)
+        end_time_slicing(draft, job, share)

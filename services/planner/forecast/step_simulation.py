@@ -1,0 +1,186 @@
+"""Plays a job's steps ahead: groups of trajectories of drawn lengths go through engines, tools and
+the trainer, as the staleness gate admits them.
+
+What a mean cannot say decides where lengths have a long tail: a step waits for whole groups, so for
+the longest of their trajectories, while engines run empty and the trainer waits, or groups wait for
+the trainer. The draws are the same for every split, so that splits are compared and not chances.
+
+A job with more trajectories is thinned out: so many engines fewer have as many trajectories each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+from heapq import heappop, heappush
+
+import numpy as np
+
+from meshrl.common.state.pool.demand.measurements import QUANTILES
+from meshrl.services.planner.forecast.step_quantities import (
+    StepDemand,
+    StepRates,
+    StepTerms,
+    WorkerSplit,
+    compute_gradient_share,
+)
+
+MAX_TRAJECTORIES = 800  # that are played in all, and
+STEP_BOUNDS = 9, 36  # the steps that they are, at least and at most
+MAX_STEP_TRAJECTORIES = 64  # trajectories of a step from which it is thinned out
+
+DrawnGroup = tuple[tuple[float, ...], float]  # tokens of each member over the mean, and their sum
+
+
+def simulate_step_s(
+    demand: StepDemand, rates: StepRates, split: WorkerSplit, terms: StepTerms
+) -> float:
+    """Seconds of a step, in the mean, with engines and trainers at these rates."""
+    thin = max(1.0, terms.groups_per_step * terms.group_size / MAX_STEP_TRAJECTORIES)
+    groups = max(1, round(terms.groups_per_step / thin))
+    steps = int(
+        min(max(MAX_TRAJECTORIES / (groups * terms.group_size), STEP_BOUNDS[0]), STEP_BOUNDS[1])
+    )
+    lag = terms.max_staleness
+    steps = max(steps, 2 * (lag + 1))
+    drawn = _draw_groups(demand.shape, groups * (steps + lag + 1), terms.group_size)
+    return _StepSimulation(demand, rates, split, terms, drawn, groups).simulate_mean_step_s(steps)
+
+
+class _StepSimulation:
+    """One run of the steps. Engines are alike and equally loaded: a trajectory gets as far as any
+    other that is at one.
+    """
+
+    def __init__(
+        self,
+        demand: StepDemand,
+        rates: StepRates,
+        split: WorkerSplit,
+        terms: StepTerms,
+        drawn_groups: Sequence[DrawnGroup],
+        groups_per_step: int,
+    ) -> None:
+        self._demand, self._rates, self._terms = demand, rates, terms
+        self._split, self._groups_per_step, self._drawn_groups = (
+            split,
+            groups_per_step,
+            drawn_groups,
+        )
+        self._engine_count = split.engines * split.width * groups_per_step / terms.groups_per_step
+        self._time_s = 0.0  # seconds,
+        self._progress_tokens = (
+            0.0  # and tokens that a trajectory which was always there would have by now
+        )
+        self._at_engines: list[tuple[float, int]] = []  # at engines: how far, and of which group
+        self._in_tools: list[tuple[float, int, float]] = []  # tools that end: when, group, tokens
+        self._unfinished_members: list[
+            int
+        ] = []  # of each group that was opened: members under way,
+        self._start_versions: list[int] = []  # and the version that it began with
+        self._ready_groups: deque[int] = deque()
+        self._version = 0
+        self._training_until_s = math.inf  # until when
+        self._token_rates: dict[
+            int, float
+        ] = {}  # tokens a second of each, by how many are at engines
+
+    def simulate_mean_step_s(self, steps: int) -> float:
+        """Seconds of a step, after the first ones. As many as the gate lets go on together may end
+        together, so that whole rounds of them are counted.
+        """
+        lag = self._terms.max_staleness
+        self._open_groups((lag + 1) * self._groups_per_step)
+        ends: list[float] = []
+        while len(ends) < steps:
+            if (
+                self._training_until_s == math.inf
+                and len(self._ready_groups) >= self._groups_per_step
+            ):
+                self._training_until_s = self._time_s + self._start_training()
+            self._advance()
+            if self._time_s >= self._training_until_s:
+                self._training_until_s = math.inf
+                ends.append(self._time_s)
+                self._version += 1
+                old = [group for group in self._ready_groups if self._is_stale(group)]
+                for group in old:
+                    self._ready_groups.remove(group)
+                self._open_groups(self._groups_per_step + len(old))
+        counted = (steps - 1 - lag) // (lag + 1) * (lag + 1)
+        return (ends[-1] - ends[-1 - counted]) / counted
+
+    def _advance(self) -> None:
+        there, due = self._at_engines, self._in_tools
+        until = min(self._training_until_s, due[0][0] if due else math.inf)
+        if there:
+            pace = self._compute_token_rate(len(there))
+            ends = self._time_s + (there[0][0] - self._progress_tokens) / pace
+            if ends <= until:
+                self._time_s, self._progress_tokens = ends, there[0][0]
+                self._finish_member(heappop(there)[1])
+                return
+            self._progress_tokens += (until - self._time_s) * pace
+        self._time_s = until
+        if due and due[0][0] <= until:
+            _, group, tokens = heappop(due)
+            heappush(there, (self._progress_tokens + tokens, group))
+
+    def _open_groups(self, groups: int) -> None:
+        mean, tool_s = self._demand.sampled, self._demand.tool_s
+        for group in range(len(self._start_versions), len(self._start_versions) + groups):
+            members = self._drawn_groups[group % len(self._drawn_groups)][0]
+            self._start_versions.append(self._version)
+            self._unfinished_members.append(len(members))
+            for tokens in members:
+                if tool_s > 0:
+                    heappush(self._in_tools, (self._time_s + tool_s, group, mean * tokens))
+                else:
+                    heappush(self._at_engines, (self._progress_tokens + mean * tokens, group))
+
+    def _finish_member(self, group: int) -> None:
+        self._unfinished_members[group] -= 1
+        if self._unfinished_members[group]:
+            return
+        if self._is_stale(group):  # its prompt is sampled anew
+            self._open_groups(1)
+        else:
+            self._ready_groups.append(group)
+
+    def _is_stale(self, group: int) -> bool:
+        return self._version - self._start_versions[group] > self._terms.max_staleness
+
+    def _start_training(self) -> float:
+        taken = [self._ready_groups.popleft() for _ in range(self._groups_per_step)]
+        members = self._groups_per_step * self._terms.group_size
+        drawn = self._drawn_groups
+        more = sum(drawn[group % len(drawn)][1] for group in taken) / members
+        part = compute_gradient_share(
+            self._split.trainers, more * self._demand.trained, self._terms
+        )
+        return self._rates.fixed_s + more * self._rates.work_s * part
+
+    def _compute_token_rate(self, active: int) -> float:
+        known = self._token_rates.get(active)
+        if known is None:
+            slots = float(self._terms.engine_slots)
+            batch = max(1.0, active / self._engine_count)
+            token_s = self._rates.friction * self._rates.curve.predict_step_s(min(batch, slots))
+            known = self._split.speed * min(1.0, slots / batch) / max(token_s, 1e-9)
+            self._token_rates[active] = known
+        return known
+
+
+@lru_cache(maxsize=64)
+def _draw_groups(
+    length_quantiles: tuple[float, ...], groups: int, group_size: int
+) -> tuple[DrawnGroup, ...]:
+    """Groups of trajectories; a shape is tokens at each of `LEVELS`; empty: all are alike."""
+    if not length_quantiles:
+        return (((1.0,) * group_size, float(group_size)),) * groups
+    random = np.random.default_rng(1)
+    tokens = np.interp(random.random((groups, group_size)), QUANTILES, length_quantiles)
+    tokens /= max(float(tokens.mean()), 1e-9)
+    return tuple((tuple(map(float, members)), float(members.sum())) for members in tokens)

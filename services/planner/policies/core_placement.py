@@ -1,0 +1,208 @@
+"""The core of a job: who becomes it, and how its workers come together on as few hosts as can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from meshrl.common.hardware.accelerators import load_accelerators, match_kind
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Rationale
+from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes, has_room
+from meshrl.common.state.pool.store.documents import id_sort_key
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import InstancePlacement, JobInstances
+
+UNAVAILABLE_COST = 100  # the cost of a worker that is not to be had
+UNSAVED_CORE_COST = UNAVAILABLE_COST // 2  # of one whose gang has steps that are in no checkpoint
+IDLE_COST_LIMIT = 2  # above that of one on which nobody is awake
+COST_LIMITS = (
+    UNSAVED_CORE_COST,
+    UNAVAILABLE_COST,
+)  # costs below which workers are looked for, one after the other
+
+WorkerOffer = tuple[int, tuple[int, str]]  # the cost of a worker, and its id as it is ordered
+
+
+def place_core(draft: PoolDraft, job: PlannedJob, share_workers: int, core_place: str) -> None:
+    """A job without a core gets one: on workers of helpers, which have the model already, or of
+    those whose work is missed least.
+    """
+    if draft.get_instances(job.id).core is not None:
+        return
+    workers = _choose_core_workers(draft, job, core_place)
+    if not workers:
+        return
+    snapshot = draft.snapshot
+    had = any(r.job == job.id for gang in snapshot.gangs for r in gang.residents)
+    rule = "repair" if had or job.steps_done else "default"
+    why = Rationale(rule, job.id, {"entitled": share_workers})
+    # Who sleeps on one worker stays; a gang whose workers become another one is left by all.
+    leave = {
+        s.instance.id: s for worker in workers for s in draft.placements_by_worker[worker].values()
+    }
+    if len(workers) == 1:
+        leave = {name: seated for name, seated in leave.items() if seated.is_awake}
+    elif len({draft.gang_by_worker.get(worker, "") for worker in workers}) > 1:
+        leave |= {
+            s.instance.id: s for worker in workers for s in draft.list_gang_neighbours(worker)
+        }
+    for seated in leave.values():
+        draft.remove_instance(seated, why)
+    draft.place_instance(workers, job.id, Role.TRAINING, why, core=True, apart=job.need.apart)
+
+
+def _choose_core_workers(draft: PoolDraft, job: PlannedJob, core_place: str) -> list[str]:
+    """The workers of a new core, in rank order; none while they are not to be had."""
+    ranks = job.need.ranks
+    own = draft.get_instances(job.id)
+    if ranks > 1:
+        near = [w for w in draft.placeable_workers if draft.get_place(w) == core_place]
+        wanted = [w for w in near if match_kind(draft.workers[w].accelerator) in job.need.kinds]
+        near = wanted if len(wanted) >= ranks else near  # of the kinds that ranks are set apart for
+    else:
+        mine = [
+            w for seated in own.placements for w in seated.workers if w in draft.placeable_workers
+        ]
+        near = [
+            *mine,
+            *filter(None, [draft.find_free_worker(lambda w: _can_host_core(draft, job, w))]),
+        ]
+        if any(
+            need.smallest_engine > 1 for need in draft.requirements_by_job.values()
+        ):  # where an engine keeps room
+            at_home = draft.find_free_worker(
+                lambda w: draft.get_place(w) == core_place and _can_host_core(draft, job, w)
+            )
+            there = [worker for worker in mine if draft.get_place(worker) == core_place]
+            near = [*there, *filter(None, [at_home])] or near
+    offers: dict[str, list[WorkerOffer]] = {}
+    for worker in set(near):
+        host = draft.workers[worker].host if ranks > 1 else ""
+        offers.setdefault(host, []).append(
+            (_compute_worker_cost(draft, job, own, worker), id_sort_key(worker))
+        )
+    if job.need.attention:
+        known = load_accelerators()
+        kinds = {worker: match_kind(draft.workers[worker].accelerator) for worker in near}
+        speeds = {w: known[kind].flops if kind in known else 0.0 for w, kind in kinds.items()}
+        looks = (
+            choose_two_kinds(offers, speeds, job.need.attention, ranks, m)
+            for m in (IDLE_COST_LIMIT, *COST_LIMITS)
+        )
+    else:
+        looks = (choose_fewest_hosts(offers, ranks, most) for most in COST_LIMITS)
+    return next(filter(None, looks), [])
+
+
+def choose_two_kinds(
+    offers: Mapping[str, Sequence[WorkerOffer]],
+    speeds: Mapping[str, float],
+    attention_ranks: int,
+    ranks: int,
+    cost_limit: int,
+) -> list[str]:
+    """Workers as `fewest_hosts` chooses them: the first `attention` of `ranks` with the fastest
+    accelerators of which there are so many, the others with the slowest; where all are of one kind,
+    or there are not enough of two, of any, the fastest first.
+    """
+
+    def of(speed: float) -> dict[str, list[WorkerOffer]]:
+        return {
+            host: [offer for offer in some if speeds[offer[1][1]] == speed]
+            for host, some in offers.items()
+        }
+
+    rising = sorted(set(speeds.values()))
+    for fast, slow in product(reversed(rising), rising):
+        if fast <= slow:
+            continue
+        first = choose_fewest_hosts(of(fast), attention_ranks, cost_limit)
+        rest = choose_fewest_hosts(of(slow), ranks - attention_ranks, cost_limit)
+        if first and rest:
+            return first + rest
+    chosen = choose_fewest_hosts(offers, ranks, cost_limit)
+    return sorted(chosen, key=lambda worker: -speeds[worker])
+
+
+def choose_fewest_hosts(
+    offers: Mapping[str, Sequence[WorkerOffer]], ranks: int, cost_limit: int
+) -> list[str]:
+    """So many workers that cost less than `most`, of as few hosts as can be and of the cheapest of
+    those, in rank order: those of a host are next to each other. Empty when there are not so many.
+    """
+    fit = {
+        host: sorted(one for one in some if one[0] < cost_limit) for host, some in offers.items()
+    }
+    left = {host: some for host, some in fit.items() if some}
+    if sum(map(len, left.values())) < ranks:
+        return []
+    chosen: list[list[tuple[int, str]]] = []
+
+    def order(host: str) -> tuple[int, int, WorkerOffer]:
+        some, cost = left[host], sum(cost for cost, _ in left[host][:ranks])
+        return (cost, len(some), some[0]) if whole else (-len(some), cost, some[0])
+
+    while ranks:  # the largest first, until one has all that are still wanted
+        whole = [host for host, some in left.items() if len(some) >= ranks]
+        host = min(whole or left, key=order)
+        taken = left.pop(host)[:ranks]
+        chosen.append(sorted(name for _, name in taken))
+        ranks -= len(taken)
+    return [worker for names in sorted(chosen) for _, worker in names]
+
+
+def _compute_worker_cost(
+    draft: PoolDraft, job: PlannedJob, own_instances: JobInstances, worker: str
+) -> int:
+    """How much the work that a worker does is missed."""
+    if not _can_host_core(draft, job, worker):
+        return UNAVAILABLE_COST
+    there = list(draft.placements_by_worker[worker].values())
+    cost = max(
+        (_compute_removal_cost(job, own_instances, seated) for seated in there if seated.is_awake),
+        default=1,
+    )
+    if job.need.ranks > 1:  # its gang may have to end for this
+        beside = draft.list_gang_neighbours(worker)
+        there += beside
+        for seated in beside:
+            if seated.is_awake:  # a core that has a checkpoint goes on in another gang
+                last = seated.instance.core or seated.instance.turns
+                dear = last and _can_leave(draft, seated)
+                cost = max(
+                    cost,
+                    UNSAVED_CORE_COST
+                    if dear
+                    else _compute_removal_cost(job, own_instances, seated),
+                )
+    asleep = [s for s in there if not s.is_awake]
+    if any(not s.instance.is_reconciled for s in asleep):
+        return UNAVAILABLE_COST
+    if asleep and job.need.ranks > 1:
+        return UNAVAILABLE_COST if any(not _can_leave(draft, s) for s in asleep) else max(cost, 8)
+    return cost + 2 * bool(asleep)
+
+
+def _can_host_core(draft: PoolDraft, job: PlannedJob, worker: str) -> bool:
+    need = estimate_accelerator_bytes(Role.TRAINING, True, job.need.ranks, job.need)
+    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, need)
+
+
+def _compute_removal_cost(
+    job: PlannedJob, own_instances: JobInstances, placement: InstancePlacement
+) -> int:
+    resident = placement.instance
+    if resident.core:
+        return UNAVAILABLE_COST
+    if resident.job != job.id:  # its job gets another worker for it
+        return UNAVAILABLE_COST if job.need.ranks == 1 or resident.turns else 6
+    order = {Role.TRAINING: 0, Role.SCORING: 3}
+    return order.get(resident.role, 2 if len(own_instances.engines) > 1 else 4)
+
+
+def _can_leave(draft: PoolDraft, placement: InstancePlacement) -> bool:
+    """Whether a resident may leave: a checkpoint has all of it."""
+    job = next((j for j in draft.snapshot.jobs if j.id == placement.instance.job), None)
+    return job is None or job.checkpointed

@@ -1,0 +1,313 @@
+"""The engines of a job: gangs of so many workers of one host as their degree of tensor parallelism.
+
+Without a wish they are of the smallest degree whose part of the parameters workers have room for.
+`shape` brings them to the degrees that somebody wishes for, with as few changes as possible: an
+engine that has such a degree stays, others are merged and split. One that serves stays until
+another one does, if workers allow that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import Rationale
+from meshrl.common.state.pool.scheduling.snapshot import Move
+from meshrl.common.state.pool.store.documents import id_sort_key
+from meshrl.common.state.pool.workers.rows import Role
+from meshrl.services.planner.policies.role_moves import make_reversible_move
+from meshrl.services.planner.policies.worker_gathering import (
+    IMMOVABLE_COST,
+    GatheredWorkers,
+    can_host_engine,
+    can_host_hybrid,
+    find_idle_workers,
+    gather_workers,
+)
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import InstancePlacement
+
+HYBRID_COST, PINNED_COST, OTHER_JOB_COST = (
+    2,
+    5,
+    6,
+)  # what those cost who leave for a job's only engine
+SURPLUS_COST, SPARE_HYBRID_COST = (
+    1,
+    2,
+)  # and for a shape: an engine of another degree, a helper too many
+
+
+def add_engines(draft: PoolDraft, job: PlannedJob, max_workers: int, rationale: Rationale) -> int:
+    """Engines on idle workers, of at most so many together; how many they have."""
+    taken = 0
+    for degree in job.need.degrees:
+        if degree == 1:
+            while taken < max_workers and (worker := _find_idle_worker(draft, job)):
+                draft.place_instance([worker], job.id, Role.ROLLOUT, rationale)
+                taken += 1
+            continue
+        if max_workers - taken < degree:
+            break
+        for there in find_idle_workers(draft, job.need, degree).values():
+            for start in range(0, len(there) - degree + 1, degree):
+                if max_workers - taken >= degree:
+                    draft.place_instance(
+                        there[start : start + degree], job.id, Role.ROLLOUT, rationale
+                    )
+                    taken += degree
+    return taken
+
+
+def place_only_engine(
+    draft: PoolDraft,
+    job: PlannedJob,
+    max_workers: int,
+    rationale: Rationale,
+    repair_rationale: Rationale,
+) -> None:
+    """A job's only engine, of at most so many workers: on idle ones, or where helpers and smaller
+    engines of other jobs leave for it.
+    """
+    for degree in job.need.degrees:
+        if degree > max_workers:
+            return
+        found = _find_only_engine_workers(draft, job, degree)
+        if found is not None:
+            place_engine(draft, job, found, repair_rationale if found.evicted else rationale)
+            return
+
+
+def has_no_engine_place(draft: PoolDraft, job: PlannedJob) -> bool:
+    """Whether a job lacks an engine of several workers, and no host can be made to have room."""
+    lacks = (
+        job.need.rolls_out
+        and job.need.smallest_engine > 1
+        and not draft.get_instances(job.id).engines
+    )
+    return lacks and _find_only_engine_workers(draft, job, job.need.smallest_engine) is None
+
+
+def reshape_engines(
+    draft: PoolDraft,
+    job: PlannedJob,
+    desired_degrees: Sequence[int],
+    *,
+    hybrids: int | None = None,
+    rationale: Rationale | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> bool:
+    """Makes the job's engines be gangs of the `wanted` degrees, and its helpers so many (None: as
+    they are); whether all is as wished. The rest is to be asked for again at a later look.
+
+    Degrees that the job does not allow are left out, and one engine is there at least. Who is
+    pinned stays, and counts as one of those wanted if it has such a degree. Workers come from
+    engines of other degrees, helpers beyond `helpers`, and idle ones: the caller sees to the job's
+    share. Each engine or helper that this makes is a move, with `details`.
+    """
+    rationale = rationale or Rationale("shape", job.id, {"degrees": list(desired_degrees)})
+    allowed = draft.requirements_by_job[job.id].degrees
+    degrees = sorted((d for d in desired_degrees if d in allowed), reverse=True) or [
+        job.need.smallest_engine
+    ]
+    kept, surplus, lacking = _match_engines(draft.get_instances(job.id).engines, degrees)
+    there = draft.get_instances(job.id).hybrids  # of those that may leave the last first
+    over = 0 if hybrids is None else max(0, len(there) - hybrids)
+    spare = [one for one in reversed(there) if not one.instance.pinned][:over]
+    held = _choose_serving_engine(draft, job, kept, surplus, spare, lacking)
+    if held is not None:
+        surplus.remove(held)
+    unmet = False
+    for degree in lacking:
+        found = _find_workers(draft, job, degree, surplus, spare)
+        if found is None:
+            unmet = True
+        else:
+            place_engine(
+                draft, job, found, rationale, {**(details or {}), "to": f"rollout of {degree}"}
+            )
+    if not unmet:
+        here = draft.placements_by_job.get(job.id, {})
+        for seated in [one for one in (*surplus, *spare) if one.instance.id in here]:
+            draft.remove_instance(seated, rationale)
+    if unmet or held is not None:
+        return False
+    if hybrids is None:
+        return True
+    told = {"policy": rationale.rule, **(details or {}), "to": Role.TRAINING}
+    while len(draft.get_instances(job.id).hybrids) < hybrids:  # on idle workers
+        worker = draft.find_free_worker(lambda w: can_host_hybrid(draft, job.need, w))
+        if not worker:
+            return False
+        made = make_reversible_move(draft, job.id, Role.ROLLOUT, told)
+        draft.place_instance([worker], job.id, Role.TRAINING, rationale, move=made)
+    return len(draft.get_instances(job.id).hybrids) == hybrids
+
+
+def _match_engines(
+    engines: Sequence[InstancePlacement], degrees: Sequence[int]
+) -> tuple[list[InstancePlacement], list[InstancePlacement], list[int]]:
+    """Engines that stay and that may leave, and the degrees that nobody has yet."""
+    kept: list[InstancePlacement] = []
+    surplus: list[InstancePlacement] = []
+    left = Counter(degrees)
+    order = sorted(engines, key=lambda e: (not e.instance.pinned, not e.instance.is_reconciled))
+    for engine in order:
+        degree = len(engine.workers)
+        fits = left[degree] > 0
+        left[degree] -= int(fits)
+        (kept if fits or engine.instance.pinned else surplus).append(engine)
+    return kept, surplus, sorted(left.elements(), reverse=True)
+
+
+def _choose_serving_engine(
+    draft: PoolDraft,
+    job: PlannedJob,
+    matching: Sequence[InstancePlacement],
+    surplus_engines: Sequence[InstancePlacement],
+    spare_hybrids: Sequence[InstancePlacement],
+    missing_degrees: Sequence[int],
+) -> InstancePlacement | None:
+    """The engine that stays until another one serves: the smallest without which one that is
+    lacking can be formed, or is on its way; None where none need stay, or none can.
+    """
+    serving = sorted(
+        (e for e in surplus_engines if e.instance.is_reconciled), key=lambda e: len(e.workers)
+    )
+    if not serving or any(engine.instance.is_reconciled for engine in matching):
+        return None
+    if matching:
+        return serving[0]
+    for engine in serving:
+        others = [one for one in surplus_engines if one is not engine]
+        if any(
+            _find_workers(draft, job, degree, others, spare_hybrids) for degree in missing_degrees
+        ):
+            return engine
+    return None
+
+
+def _find_workers(
+    draft: PoolDraft,
+    job: PlannedJob,
+    degree: int,
+    surplus_engines: Sequence[InstancePlacement],
+    spare_hybrids: Sequence[InstancePlacement],
+) -> GatheredWorkers | None:
+    if degree == 1 and (worker := _find_idle_worker(draft, job)):
+        return GatheredWorkers((worker,))
+    costs = {one.instance.id: SURPLUS_COST for one in surplus_engines}
+    costs |= {one.instance.id: SPARE_HYBRID_COST for one in spare_hybrids}
+    return gather_workers(
+        draft, job.need, degree, lambda one: costs.get(one.instance.id, IMMOVABLE_COST)
+    )
+
+
+def _find_only_engine_workers(
+    draft: PoolDraft, job: PlannedJob, degree: int
+) -> GatheredWorkers | None:
+    """Where a job's only engine can be. Engines as large as it stay: two jobs would take each
+    other's workers for ever.
+    """
+    if degree == 1:
+        if worker := _find_idle_worker(draft, job):
+            return GatheredWorkers((worker,))
+        helper = next(iter(draft.get_instances(job.id).hybrids), None)
+        return GatheredWorkers(helper.workers, (helper,)) if helper is not None else None
+
+    def cost(seated: InstancePlacement) -> int:
+        resident = seated.instance
+        if resident.core or resident.turns or resident.role == Role.SCORING:
+            return IMMOVABLE_COST
+        if resident.job == job.id:
+            return PINNED_COST if resident.pinned else HYBRID_COST
+        return (
+            IMMOVABLE_COST if len(seated.workers) >= degree or resident.pinned else OTHER_JOB_COST
+        )
+
+    return gather_workers(draft, job.need, degree, cost)
+
+
+def _find_idle_worker(draft: PoolDraft, job: PlannedJob) -> str:
+    """An idle worker for an engine of its own; empty when there is none."""
+    return draft.find_free_worker(lambda worker: can_host_engine(draft, job.need, worker, 1))
+
+
+def find_engine_around(draft: PoolDraft, job: PlannedJob, worker: str) -> GatheredWorkers | None:
+    """An engine of the smallest degree that a worker, whose residents leave, is in: with idle
+    workers of its host, and those of helpers of the job; None when there are too few.
+    """
+    degree, host = job.need.smallest_engine, draft.workers[worker].host
+    there = {
+        one.instance.id: one
+        for one in (
+            *draft.placements_by_worker[worker].values(),
+            *draft.list_gang_neighbours(worker),
+        )
+    }
+    if any(one.instance.core or not one.is_awake for one in there.values()):
+        return None
+    helpers = [one for one in draft.get_instances(job.id).hybrids if not one.instance.pinned]
+    near = [w for w in find_idle_workers(draft, job.need, degree).get(host, []) if w != worker]
+    lending = {
+        one.workers[0]: one
+        for one in helpers
+        if draft.workers[one.workers[0]].host == host and one.instance.id not in there
+    }
+    others = [*near, *lending][: degree - 1]
+    if len(others) < degree - 1 or not can_host_engine(draft, job.need, worker, degree):
+        return None
+    leave = [*there.values(), *(lending[name] for name in others if name in lending)]
+    return GatheredWorkers(tuple(sorted([worker, *others], key=id_sort_key)), tuple(leave))
+
+
+def place_engine(
+    draft: PoolDraft,
+    job: PlannedJob,
+    gathered: GatheredWorkers,
+    rationale: Rationale,
+    details: dict[str, Any] | None = None,
+    *,
+    pinned: bool = False,
+    op: str = "",
+) -> None:
+    """An engine where the workers are, whose residents leave; with `details` it is a move."""
+    own = [one for one in gathered.evicted if one.instance.job == job.id]
+    for seated in gathered.evicted:
+        draft.remove_instance(seated, rationale)
+    made = (
+        _make_engine_move(draft, job, gathered, own, rationale, details)
+        if details is not None
+        else None
+    )
+    draft.place_instance(
+        gathered.workers, job.id, Role.ROLLOUT, rationale, pinned=pinned, move=made, op=op
+    )
+
+
+def _make_engine_move(
+    draft: PoolDraft,
+    job: PlannedJob,
+    gathered: GatheredWorkers,
+    own_placements: Sequence[InstancePlacement],
+    rationale: Rationale,
+    details: dict[str, Any],
+) -> Callable[[str, str], Move]:
+    """What makes the move of an engine, whose workers go back to what was there if all of it was
+    the job's.
+    """
+    named = Counter(f"{one.instance.role} of {len(one.workers)}" for one in own_placements)
+    did = ", ".join(f"{n} {name}" for name, n in sorted(named.items())) or str(Role.IDLE)
+    told = {"policy": rationale.rule, "from": did, **details}
+    inside = [one for one in own_placements if set(one.workers) <= set(gathered.workers)]
+    ids = [one.instance.id for one in own_placements]
+    degrees = [len(one.workers) for one in inside]
+    whole = sum(degrees) == len(gathered.workers)
+    roles = {one.instance.role for one in inside}
+    if whole and roles == {Role.TRAINING}:
+        return make_reversible_move(draft, job.id, Role.TRAINING, told, removed_instances=ids)
+    if not whole or roles != {Role.ROLLOUT}:
+        degrees = [len(gathered.workers)]
+    return make_reversible_move(draft, job.id, Role.ROLLOUT, told, degrees, removed_instances=ids)

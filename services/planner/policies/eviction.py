@@ -1,0 +1,100 @@
+"""What leaves its workers whatever else is decided: residents of jobs that have ended, of workers
+that are lost, of hosts that drain, and cores whose place another one needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import (
+    MarkWorkerLost,
+    Rationale,
+    ReportHostPresence,
+)
+from meshrl.services.planner.admission.fair_shares import PoolDivision
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.presence import PoolPresence, compute_absence_s
+
+
+def evict_lost(draft: PoolDraft, presence: PoolPresence) -> None:
+    """Tells of hosts and workers that are lost, and ends who was on them. The others of their gangs
+    stay, in the same rank order; but with its first worker a gang has lost who gives its turns, and
+    ends.
+    """
+    report_hosts(draft, presence)
+    for worker in presence.newly_lost_workers:
+        draft.add_decision(MarkWorkerLost(worker, Rationale("lost")))
+    known = set(draft.workers) - presence.lost_workers
+    for gang in list(draft.gangs.values()):
+        if known.issuperset(gang.workers):
+            continue
+        gone = {rank for rank, worker in enumerate(gang.workers) if worker not in known}
+        hit = [r for r in gang.residents if 0 in gone or gone.intersection(r.ranks)]
+        short = {resident.job for resident in hit}
+        for resident in gang.residents:
+            if resident in hit or (resident.turns and resident.job in short):
+                draft.remove_instance(
+                    draft.placements_by_job[resident.job][resident.id], Rationale("lost")
+                )
+        if gang.id in draft.gangs and not draft.gangs[gang.id].residents:
+            draft.dissolve_gang(gang, Rationale("lost"))
+
+
+def report_hosts(draft: PoolDraft, presence: PoolPresence) -> None:
+    """Says which hosts have vanished, with what was on them, and which are back."""
+    for name in presence.newly_lost_hosts:
+        there = [worker for worker in draft.workers.values() if worker.host == name]
+        on = {
+            seated.instance.id
+            for worker in there
+            for seated in draft.placements_by_worker[worker.id].values()
+        }
+        [services] = [host.services for host in draft.snapshot.hosts if host.name == name]
+        figures = {
+            "workers": [worker.id for worker in there],
+            "residents": sorted(on),
+            "services": list(services),
+            "away_s": round(compute_absence_s(presence.away_since, name, draft.snapshot.now_ms), 1),
+        }
+        draft.add_decision(ReportHostPresence(name, False, Rationale("lost", "", figures)))
+    for name in presence.returned_hosts:
+        draft.add_decision(ReportHostPresence(name, True, Rationale("lost")))
+
+
+def remove_finished_jobs(draft: PoolDraft, jobs: Sequence[PlannedJob]) -> None:
+    """Removes the residents of jobs that have ended."""
+    there = {job.id for job in jobs}
+    for job in sorted(set(draft.placements_by_job) - there):
+        for seated in draft.get_instances(job).placements:
+            draft.remove_instance(seated, Rationale("release", job))
+
+
+def evict_displaced(
+    draft: PoolDraft, job: PlannedJob, presence: PoolPresence, division: PoolDivision
+) -> None:
+    """Removes a running job's residents from where they may not stay, if they can go elsewhere. A
+    core does once a checkpoint has what it would go on from, or the host cannot wait; engines that
+    take turns with it go with it.
+    """
+    home = division.core_places.get(job.id)
+    core = draft.get_instances(job.id).core
+    stays = False
+    if core is not None and not job.checkpointed:
+        hosts = {draft.workers[worker].host for worker in core.workers}
+        waited_s = max(
+            compute_absence_s(presence.away_since, one, draft.snapshot.now_ms) for one in hosts
+        )
+        stays = waited_s <= draft.snapshot.settings.move_s
+    for seated in draft.get_instances(job.id).placements:
+        out = not draft.usable_workers.issuperset(seated.workers)
+        displaced = False
+        if seated.instance.core and home is not None:
+            displaced = {draft.get_place(worker) for worker in seated.workers} != {home}
+        if not out and not displaced:
+            continue
+        if stays and (seated.instance.core or seated.instance.turns):
+            continue
+        hosts = {draft.workers[worker].host for worker in seated.workers}
+        rule = "drain" if out else "share"
+        draft.remove_instance(seated, Rationale(rule, job.id, {"hosts": sorted(hosts)}))

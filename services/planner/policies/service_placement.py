@@ -1,0 +1,87 @@
+"""Which shards and sandboxes run on which host: as many as each job needs that has begun.
+
+A host says which it takes, and which isolation sandboxes have there; a job whose services no host
+takes waits, or is paused. They stay where they are while their host lives: their ledgers and
+sessions lie there. Those of a host that drains begin no new work, and go to another once they have
+none under way, or when the host has waited for `move_s`. Those of a host that is gone begin anew on
+the one that has most room, and where there is none they are left to it: they may live without its
+agent, which finds them when it is back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshrl.common.state.pool.demand.requirements import PlannedJob
+from meshrl.common.state.pool.scheduling.decisions import AssignServices, Rationale
+from meshrl.common.state.pool.scheduling.snapshot import HOST_LEFT
+from meshrl.common.state.pool.workers.process_names import (
+    parse_service_name,
+    sandbox_name,
+    shard_name,
+)
+from meshrl.services.planner.admission.fair_shares import PoolDivision, has_started
+from meshrl.services.planner.admission.service_hosts import ServiceHosts
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.presence import PoolPresence, compute_absence_s
+
+
+def place_services(
+    draft: PoolDraft,
+    jobs: Sequence[PlannedJob],
+    division: PoolDivision,
+    presence: PoolPresence,
+    service_hosts: ServiceHosts,
+) -> None:
+    """Says what each host is to run, where that has changed."""
+    snapshot = draft.snapshot
+    dead = {
+        host.name
+        for host in snapshot.hosts
+        if not host.alive
+        and (
+            host.draining == HOST_LEFT
+            or compute_absence_s(presence.away_since, host.name, snapshot.now_ms)
+            > snapshot.settings.lost_s
+        )
+    }
+    workers = Counter(worker.host for worker in presence.usable_workers)
+    wanted: list[str] = []
+    for job in jobs:
+        if has_started(job) or job.id in division.workers:
+            wanted += [shard_name(job.id, number) for number in range(job.need.shards)]
+            wanted += [sandbox_name(job.id, number) for number in range(job.need.sandboxes)]
+    known = set(wanted)
+    there: dict[str, list[str]] = {}
+    placed: set[str] = set()
+    for host in snapshot.hosts:
+        kept = [n for n in host.services if n in known and n not in placed]
+        kept = [name for name in kept if service_hosts.can_keep_service(host, name)]
+        if host.name in presence.draining_hosts:
+            away_s = compute_absence_s(presence.away_since, host.name, snapshot.now_ms)
+            late = away_s > snapshot.settings.move_s
+            leaves = {name for name in kept if late or name in snapshot.rests}
+            kept = [
+                name for name in kept if name not in leaves or not service_hosts.find_hosts(name)
+            ]
+        if host.name in dead:
+            kept = [name for name in kept if not service_hosts.find_hosts(name)]
+        there[host.name] = kept
+        placed.update(there[host.name])
+    for name in wanted:
+        takes = service_hosts.find_hosts(name) if name not in placed else ()
+        if takes:
+            core = draft.get_instances(parse_service_name(name)[1]).core
+            home = draft.workers[core.workers[0]].host if core is not None else ""
+            # The least full: services for each of its workers, as a small host has few cores; of
+            # equals the one with the job's core, to which most of its bytes go.
+            room = {
+                host: (len(there[host]) / max(1, workers[host]), host != home) for host in takes
+            }
+            there[min(room, key=room.__getitem__)].append(name)
+    for host in snapshot.hosts:
+        if tuple(there[host.name]) != host.services:
+            draft.add_decision(
+                AssignServices(host.name, tuple(there[host.name]), Rationale("serve"))
+            )

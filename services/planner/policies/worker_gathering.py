@@ -1,0 +1,129 @@
+"""The workers that an engine of several is formed of: of one host, and of those where the fewest
+residents have to leave for it.
+
+What comes together are whole gangs: a worker joins another gang only when all have left its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from meshrl.common.state.pool.demand.requirements import JobRequirements
+from meshrl.common.state.pool.scheduling.feasibility import estimate_accelerator_bytes, has_room
+from meshrl.common.state.pool.store.documents import id_sort_key
+from meshrl.common.state.pool.workers.rows import Role, Tier
+from meshrl.services.planner.pool.draft import PoolDraft
+from meshrl.services.planner.pool.job_instances import InstancePlacement
+
+IMMOVABLE_COST = 100  # the cost of a resident that does not leave for an engine
+
+RemovalCost = Callable[[InstancePlacement], int]  # how much a resident's work would be missed
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredWorkers:
+    """Workers of one host, in rank order, and who leaves for them."""
+
+    workers: tuple[str, ...]
+    evicted: tuple[InstancePlacement, ...] = ()
+    cost: int = 0  # 0: nobody has to leave
+
+
+def find_idle_workers(
+    draft: PoolDraft, requirements: JobRequirements, degree: int
+) -> dict[str, list[str]]:
+    """By host, the workers that an engine of this degree can be formed of without anybody leaving;
+    hosts and workers in their order.
+    """
+    found: dict[str, list[str]] = {}
+    for worker in draft.idle_workers:
+        alone = not draft.placements_by_worker[worker] and not draft.list_gang_neighbours(worker)
+        if alone and can_host_engine(draft, requirements, worker, degree):
+            found.setdefault(draft.workers[worker].host, []).append(worker)
+    return found
+
+
+def gather_workers(
+    draft: PoolDraft, requirements: JobRequirements, degree: int, cost: RemovalCost
+) -> GatheredWorkers | None:
+    """The workers for an engine of this degree, where residents leave by what they cost; None when
+    no host has so many.
+    """
+    hosts: dict[str, list[GatheredWorkers]] = {}
+    for unit in _list_units(draft, requirements, degree, cost):
+        hosts.setdefault(draft.workers[unit.workers[0]].host, []).append(unit)
+    chosen = {
+        host: units for host in hosts if (units := _choose_cheapest_units(hosts[host], degree))
+    }
+    if not chosen:
+        return None
+
+    def price(host: str) -> tuple[int, int, tuple[int, str]]:
+        """What it costs, and how many workers lose their gang for it."""
+        units = chosen[host]
+        lose = sum(len(unit.workers) for unit in units if unit.cost)
+        return sum(unit.cost for unit in units), lose, id_sort_key(host)
+
+    units = chosen[min(chosen, key=price)]
+    workers = [worker for unit in units for worker in unit.workers][:degree]
+    leave = tuple(seated for unit in units for seated in unit.evicted)
+    return GatheredWorkers(tuple(sorted(workers, key=id_sort_key)), leave)
+
+
+def can_host_engine(
+    draft: PoolDraft, requirements: JobRequirements, worker: str, degree: int
+) -> bool:
+    """Whether a worker's accelerator has the bytes of a part of such an engine."""
+    part = estimate_accelerator_bytes(Role.ROLLOUT, False, degree, requirements)
+    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, part)
+
+
+def can_host_hybrid(draft: PoolDraft, requirements: JobRequirements, worker: str) -> bool:
+    """Whether a worker's accelerator has the bytes of a helper."""
+    whole = estimate_accelerator_bytes(Role.TRAINING, False, 1, requirements)
+    return has_room(draft.workers[worker].budget, Tier.ACCELERATOR, 0, whole)
+
+
+def _list_units(
+    draft: PoolDraft, requirements: JobRequirements, degree: int, cost: RemovalCost
+) -> Iterable[GatheredWorkers]:
+    """All that is to be had, each gang as one."""
+    seen: set[str] = set()
+    for worker in sorted(draft.placeable_workers, key=id_sort_key):
+        gang = draft.gangs.get(draft.gang_by_worker.get(worker, ""))
+        if gang is None or not gang.residents:
+            if can_host_engine(draft, requirements, worker, degree):
+                yield GatheredWorkers((worker,))
+        elif gang.id not in seen:
+            seen.add(gang.id)
+            leave = tuple(draft.placements_by_job[r.job][r.id] for r in gang.residents)
+            price = sum(map(cost, leave))
+            workers = [w for w in gang.workers if w in draft.placeable_workers]
+            fit = tuple(w for w in workers if can_host_engine(draft, requirements, w, degree))
+            one_host = len({draft.workers[w].host for w in fit}) == 1
+            if price < IMMOVABLE_COST and one_host:
+                yield GatheredWorkers(fit, leave, price)
+
+
+def _choose_cheapest_units(units: Sequence[GatheredWorkers], degree: int) -> list[GatheredWorkers]:
+    """Idle workers first; then the one gang that has enough, or the largest until there are enough;
+    empty when there are not.
+    """
+    if sum(len(unit.workers) for unit in units) < degree:
+        return []
+    chosen = [unit for unit in units if not unit.cost][:degree]
+    others = [unit for unit in units if unit.cost]
+    while (lacking := degree - sum(len(unit.workers) for unit in chosen)) > 0:
+        enough = [unit for unit in others if len(unit.workers) >= lacking]
+        best = (
+            min(enough, key=lambda u: (u.cost, len(u.workers), id_sort_key(u.workers[0])))
+            if enough
+            else min(others, key=lambda u: (u.cost, -len(u.workers), id_sort_key(u.workers[0])))
+        )
+        others.remove(best)
+        chosen.append(best)
+    spare = sum(len(unit.workers) for unit in chosen) - degree
+    for unit in [unit for unit in chosen if not unit.cost][:spare]:  # the gangs have enough already
+        chosen.remove(unit)
+    return chosen

@@ -1,0 +1,65 @@
+"""The residents of one job, by what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshrl.common.state.pool.workers.rows import Instance, Role, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class InstancePlacement:
+    """A resident, and where it is."""
+
+    gang: str
+    instance: Instance
+    workers: tuple[str, ...]  # ids, in the order of its ranks
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether its tensors are to be on the accelerators."""
+        return self.instance.tier == Tier.ACCELERATOR
+
+
+@dataclass(frozen=True)
+class JobInstances:
+    """The residents of one job, by what they do."""
+
+    core: InstancePlacement | None = None
+    scoring: InstancePlacement | None = None
+    engines: tuple[InstancePlacement, ...] = ()  # with workers of their own
+    time_sliced_engines: tuple[
+        InstancePlacement, ...
+    ] = ()  # engines that share the core's workers by turns
+    hybrids: tuple[InstancePlacement, ...] = ()
+
+    @classmethod
+    def from_placements(cls, placements: Sequence[InstancePlacement]) -> JobInstances:
+        """The residents of a job, each kind in their order."""
+        engines = [s for s in placements if s.instance.role == Role.ROLLOUT]
+        trains = [s for s in placements if s.instance.role == Role.TRAINING]
+        return cls(
+            core=next((s for s in trains if s.instance.core), None),
+            scoring=next((s for s in placements if s.instance.role == Role.SCORING), None),
+            engines=tuple(s for s in engines if not s.instance.turns),
+            time_sliced_engines=tuple(s for s in engines if s.instance.turns),
+            hybrids=tuple(s for s in trains if not s.instance.core),
+        )
+
+    @cached_property
+    def placements(self) -> tuple[InstancePlacement, ...]:
+        """All of them."""
+        one = tuple(s for s in (self.core, self.scoring) if s is not None)
+        return (*one, *self.engines, *self.time_sliced_engines, *self.hybrids)
+
+    @cached_property
+    def awake_worker_count(self) -> int:
+        """Workers that it has: those that it is awake on."""
+        return len({worker for s in self.placements if s.is_awake for worker in s.workers})
+
+    @property
+    def is_reconciled(self) -> bool:
+        """Whether all of it does what was wished last."""
+        return all(s.instance.is_reconciled for s in self.placements)

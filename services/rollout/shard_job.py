@@ -1,0 +1,325 @@
+"""A job on a rollout shard: admits prompts, runs their trajectories, hands in finished groups."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from meshrl.common.api.stats import ShardStats
+from meshrl.common.base.errors import MeshError
+from meshrl.common.base.files import corruption
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.mesh.runtime.task_groups import run_all
+from meshrl.common.records.ledger import RecordKind
+from meshrl.common.state import events, jobs, registry
+from meshrl.common.state import groups as rows
+from meshrl.common.state.pool.demand import measurements
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.services.rollout.record.finished_groups import build_group, submit_group
+from meshrl.services.rollout.routing.engine_link import EngineSnapshot
+from meshrl.services.rollout.runner import TrajectoryRunner
+from meshrl.services.rollout.sample_writer import SampleWriter
+from meshrl.services.rollout.trajectories.trajectory import Trajectory
+from meshrl.services.rollout.work_counters import GATE_CLOSED
+
+POLL_S = 0.5  # how often engines and the job's row are looked at without a hint
+GATE_RETRY_S = 0.1  # how soon a closed gate is tried again
+LENGTH_BOUNDS = (
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    512,
+    1024,
+    4096,
+    32768,
+)  # bounds of the lengths' histogram
+
+
+class FirstError:
+    """The first error of any task that works for a job: it ends the work of all of them."""
+
+    def __init__(self) -> None:
+        self._error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._error.done():
+            self._error.set_exception(error)
+            self._error.exception()  # it is told to whoever guards, if anybody does
+
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        try:
+            await asyncio.wait([task, self._error], return_when=asyncio.FIRST_COMPLETED)
+            if self._error.done():
+                self._error.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+
+class ShardJob:
+    """The groups of a job that this shard owns."""
+
+    def __init__(self, mesh: Mesh, job: JobData, runner: TrajectoryRunner) -> None:
+        self.mesh, self.job, self.config = mesh, job, job.config
+        self.train_rows, self.held_out = job.read_rows("train"), job.read_rows("held_out")
+        self.runner = runner
+        self.samples = SampleWriter(mesh, job, runner.transcript)
+        self.version = -1  # the job's current one
+        self.bulk_client = BulkClient(mesh)
+        self.first_error = FirstError()
+        self.groups_finished = 0
+        self._consecutive_drops = 0
+        self._group_tasks: dict[int, asyncio.Task[None]] = {}
+        self.admission_open = (
+            False  # the job is in its training phase, and this host does not drain
+        )
+        self._is_admitting = False  # groups are being asked for
+        self.lineage = -1  # the job's current lineage
+        self._lineage_start_version = 0  # its version when the lineage was seen
+
+    def compute_seed(self, group: int, member: int) -> int:
+        text = f"{self.config.seed}/{group}/{member}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+    async def take_over(self) -> None:
+        """Claims the shard and goes on with what its predecessor left of the open groups."""
+        history = self.runner.history
+        if history is not None and history.corruption:  # told of once
+            then = corruption.RECOVERY_BY_KIND["lengths"]
+            about = "lengths", history.path, history.corruption, then
+            told = corruption.make_event_fields(
+                *about, job=self.job.id, quarantined_path=history.quarantined_path
+            )
+            await events.append(self.mesh.state, corruption.CORRUPTION_EVENT, told)
+            history.corruption = ""
+        await self._resume_open_groups(await self.runner.ledger.take_over(self.compute_seed))
+
+    async def poll_engines(self) -> None:
+        """Takes in which engines serve this job now; tells what has failed."""
+        entries = await registry.list_entries(self.mesh.state, "engine")
+        alive = [e for e in entries if e.alive and e.stats.get("ready")]
+        own = {
+            e.name: EngineSnapshot.from_entry(e) for e in alive if e.stats.get("job") == self.job.id
+        }
+        self.runner.router.update_engines(own)
+        self.runner.slot_freed.set()
+        if told := self.runner.failures.hopeless_reason:
+            await self._fail_job(told)
+        await self.runner.failures.report()
+
+    def count_desired_groups(self) -> int:
+        """Groups to ask the gate for: enough for every slot, and one group in reserve."""
+        size = self.config.algorithm.group_size
+        if self.config.is_supervised:  # no engine is needed
+            return max(0, 2 * self.config.algorithm.groups_per_step - len(self._group_tasks))
+        return max(0, -(-(self._free_slots + size) // size)) if self.runner.router.links else 0
+
+    @property
+    def _free_slots(self) -> int:
+        """Trajectories that would find an engine at once."""
+        seats = self.runner.router.capacity - len(self.runner.router.assignments)
+        return min(seats, self.runner.router.free_requests)
+
+    def _is_gate_closed(self, opened: int) -> bool:
+        """Whether the gate holds back what there is room for, as it opened so many groups."""
+        if opened or not (self.admission_open and self.count_desired_groups()):
+            return False
+        return self.config.is_supervised or self._free_slots > 0
+
+    async def admit_forever(self) -> None:
+        """Opens groups as soon as slots free up, as far as the staleness gate allows."""
+        while True:
+            await self.runner.slot_freed.wait()
+            self.runner.slot_freed.clear()
+            self._is_admitting = self.admission_open and bool(self.count_desired_groups())
+            if not self._is_admitting:
+                self.runner.work_counters.occupancy.set_count(GATE_CLOSED, 0)
+            try:
+                opened = await self._admit() if self._is_admitting else 0
+                self.runner.work_counters.occupancy.set_count(
+                    GATE_CLOSED, self._is_admitting and self._is_gate_closed(opened)
+                )
+            except MeshError as error:
+                if not error.retryable:
+                    raise
+                self.mesh.telemetry.log.warning("admission", error=str(error))
+                await self.mesh.clock.sleep(GATE_RETRY_S)
+                # Takes up groups that an admission opened whose reply was lost.
+                await retry(self.mesh.clock, lambda: self._resume_open_groups({}))
+                opened = 0
+            self._is_admitting = False
+            if self.admission_open and self.count_desired_groups():
+                if not opened:  # the gate is closed: a commit opens it
+                    await self.mesh.clock.sleep(GATE_RETRY_S)
+                self.runner.slot_freed.set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no group is under way, nor will be before `admitting` is set again."""
+        return not (self.admission_open or self._is_admitting or self._group_tasks)
+
+    async def _admit(self) -> int:
+        operation = self.mesh.random.hex_token()
+        admitted = await rows.admit_groups(
+            self.mesh.state,
+            self.job.id,
+            self.mesh.name,
+            self.mesh.token,
+            self.count_desired_groups(),
+            operation,
+        )
+        for a in admitted:
+            self.start_group(a, [])
+        return len(admitted)
+
+    async def _resume_open_groups(self, restored: dict[int, list[Trajectory]]) -> None:
+        for a in await rows.read_open_groups(self.mesh.state, self.job.id, self.mesh.name):
+            self.start_group(a, restored.get(a.group, []))
+
+    def start_group(self, admitted: rows.AdmittedGroup, members: list[Trajectory]) -> None:
+        group = admitted.group
+        self.enter_lineage(admitted.lineage, admitted.version)
+        version = admitted.version
+        if admitted.lineage < self.lineage:  # word of the next one was faster
+            version = min(version, self._lineage_start_version)
+        if group not in self._group_tasks:
+            work = self._run_group(group, admitted.prompt, version, members)
+            task = asyncio.create_task(work, name=f"group {group}")
+            self._group_tasks[group] = task
+
+            def ended(task: asyncio.Task[None]) -> None:
+                self._group_tasks.pop(group, None)
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    # A group that stops without a fate would be awaited without end: begin again
+                    # from the ledger.
+                    self.first_error.fail(error)
+
+            task.add_done_callback(ended)
+
+    def enter_lineage(self, lineage: int, version: int) -> None:
+        """The job is in a lineage, at `version`: if it is a new one, only engines that have its
+        weights serve from now on, and nobody waits for a version that it may not reach.
+        """
+        if lineage <= self.lineage:
+            return
+        self.lineage, self._lineage_start_version = lineage, version
+        for t in self.runner.active_trajectories:
+            t.version = min(t.version, version)
+        self.runner.router.enter_lineage(lineage)
+
+    async def _run_group(
+        self, group: int, prompt: int, version: int, restored: list[Trajectory]
+    ) -> None:
+        size = self.config.algorithm.group_size
+        row = self.train_rows[prompt % len(self.train_rows)]
+        have = {t.member: t for t in restored}
+        members = [
+            have.get(m) or Trajectory(group, m, prompt, version, self.compute_seed(group, m))
+            for m in range(size)
+        ]
+        for t in members:
+            t.temperature = self.config.rollout.temperature
+            t.version = min(t.version, version)  # the ledger's may be of an abandoned lineage
+        await run_all(self._run_member(t, row) for t in members)
+        scored = [t for t in members if t.outcome is not None and t.outcome.reward is not None]
+        if len(scored) >= self.config.min_group:
+            message = build_group(
+                group,
+                prompt,
+                members,
+                self.runner.scoring_client.roles,
+                lambda: load_model_config(self.job).routing_shape,
+            )
+            await submit_group(self.mesh, self.bulk_client, self.job.id, message)
+            self.runner.work_counters.groups += 1
+            fate = "ready"
+            self._consecutive_drops = 0
+        else:
+            reasons = sorted({t.outcome.reason for t in members if t.outcome} - {"done", "length"})
+            await retry(
+                self.mesh.clock,
+                lambda: rows.drop_group(
+                    self.mesh.state,
+                    self.job.id,
+                    self.mesh.name,
+                    self.mesh.token,
+                    group,
+                    ",".join(reasons),
+                    f"drop-{group}",
+                ),
+            )
+            fate = "dropped"
+            # Once all that the gate lets through at a time has failed, its code is broken for ever.
+            self._consecutive_drops += 1
+            algorithm = self.config.algorithm
+            if self._consecutive_drops >= algorithm.groups_per_step * (algorithm.max_staleness + 1):
+                errors = [t.outcome.error for t in members if t.outcome and t.outcome.error]
+                failed = f"all of the last {self._consecutive_drops} groups failed"
+                await self._fail_job(f"{failed}; the last one: {errors[-1]}")
+        self.groups_finished += 1
+        await self.runner.ledger.write_records((RecordKind.CLOSE, [group, fate]))
+        await retry(self.mesh.clock, lambda: self.runner.ledger.forget_group(group))
+
+    async def _fail_job(self, reason: str) -> None:
+        await self.runner.failures.close()
+        await enter_phase(self.mesh, self.job.id, jobs.Phase.FAILED, reason)
+
+    async def _run_member(self, trajectory: Trajectory, row: dict[str, Any]) -> None:
+        known = trajectory.outcome is not None  # from the ledger
+        await self.runner.run_training(trajectory, row)
+        if not known:
+            self.samples.write_training_sample(trajectory, row, self.version)
+
+    def stats(self) -> ShardStats:
+        active = self.runner.active_trajectories
+        lengths = np.array([t.length for t in active] or [0])
+        histogram = (
+            np.histogram(lengths, (0, *LENGTH_BOUNDS, 1 << 40))[0] if active else np.zeros(0)
+        )
+        runner, lengths_of_ended = self.runner, self.runner.work_counters.length_summary
+        return ShardStats(
+            **runner.router.stats.encode(),
+            in_flight=len(active),
+            waiting=runner.router.queue_length,
+            bounds=list(LENGTH_BOUNDS),
+            histogram=[int(n) for n in histogram],
+            tokens=runner.group_commit.sampled_tokens,
+            groups=self.groups_finished,
+            work=measurements.encode_work(
+                runner.work_counters.measure_work(runner.group_commit.recorded_tokens)
+            ),
+            lengths=lengths_of_ended.encode() if lengths_of_ended is not None else None,
+            environments=runner.environment_pool.pids,
+            environments_stopped=runner.environment_pool.list_stopped(),
+        )
+
+    async def close(self) -> None:
+        """Leaves what is in flight to the ledger."""
+        await self.runner.failures.close()
+        tasks = list(self._group_tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.samples.close()
+        await self.runner.close()
+
+
+async def enter_phase(
+    mesh: Mesh, job: str, phase: jobs.Phase, reason: str = "", lineage: int | None = None
+) -> None:
+    await retry(
+        mesh.clock,
+        lambda: jobs.set_phase(mesh.state, job, phase, mesh.token, mesh.name, reason, lineage),
+    )

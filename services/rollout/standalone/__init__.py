@@ -1,0 +1,1 @@
+"""Trajectories of a job with a person before them: `meshrl chat`. Open `local_player.py` first."""

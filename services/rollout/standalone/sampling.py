@@ -1,0 +1,160 @@
+"""`python -m meshrl.services.rollout.standalone.sampling`: trajectories of prompts and rows from
+standard input, in the job's environment, with reward and tokens. Nobody is asked anything.
+
+A line of the input is `{"prompt": TEXT}` or `{"row": {...}}`, a whole row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.common.base.errors import ToolFailed
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.process.host import SystemHost
+from meshrl.services.rollout.standalone.console import (
+    ChatConsole,
+    choose_seed,
+    create_base_parser,
+    load_job,
+    run_program,
+)
+from meshrl.services.rollout.standalone.local_player import LocalPlayer, PlayedTrajectory
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """What trajectories are to be of. `whole`: the row is one of the job's, or was given as one, so
+    that a reward which fails on it is an error; of a bare prompt there may be none.
+    """
+
+    row: dict[str, Any]
+    is_complete: bool
+
+
+@dataclass
+class SampleResult:
+    trajectory: PlayedTrajectory | None = None  # None: it failed on its way
+    error: str = ""  # why it, or its reward, failed
+    note: str = ""  # why there is no reward, where that is no error
+
+
+def parse_prompt(line: str, job: JobData) -> PromptRequest:
+    """What a line of the input means. A prompt that rows of the job have is that row."""
+    told = json.loads(line)
+    if "row" in told:
+        return PromptRequest(told["row"], True)
+    prompt, key = str(told["prompt"]), job.config.dataset.prompt
+    for which in ("held_out", "train"):
+        for row in job.read_rows(which):
+            if row.get(key) == prompt:
+                return PromptRequest(row, True)
+    return PromptRequest({key: prompt}, False)
+
+
+async def sample(
+    player: LocalPlayer,
+    key: int,
+    request: PromptRequest,
+    args: argparse.Namespace,
+    seed: int,
+    console: ChatConsole,
+) -> SampleResult:
+    """One trajectory; what fails in the job's own code is told and not raised. Refused when the
+    prompt is too long.
+    """
+    found = SampleResult()
+    try:
+        temperature, most_new = args.temperature, args.max_tokens
+        played = await player.play(
+            key, request.row, temperature, seed, console.show_turn, max_new_tokens=most_new
+        )
+    except ToolFailed as error:
+        if "KeyError" in error.message and not request.is_complete:
+            error.fix = "It needs more of a row than the prompt: give a whole row, a JSON object"
+        found.error = str(error)
+        return found
+    found.trajectory = played
+    if not player.job.config.reward.reward_parts:
+        return found
+    try:
+        played.score = await player.compute_reward(request.row, played.turns)
+    except ToolFailed as error:
+        if request.is_complete:
+            found.error = str(error)
+        else:
+            found.note = f"none: {error.message}. Give a whole row, a JSON object, if it needs one"
+    return found
+
+
+def build_document(
+    request: PromptRequest, result: SampleResult, temperature: float, seed: int
+) -> dict[str, Any]:
+    """The line of `meshrl sample --json`; its names are those of `samples.jsonl`."""
+    played = result.trajectory
+    return {
+        "row": request.row,
+        "prompt": played.prompt if played else None,
+        "turns": played.turns if played else [],
+        "reward": played.score if played else None,
+        "ending": played.reason if played else "failed",
+        "error": result.error,
+        "tokens": played.tokens if played else 0,
+        "sampled": played.sampled_tokens if played else 0,
+        "temperature": temperature,
+        "seed": seed,
+    }
+
+
+def format_result(result: SampleResult) -> Iterable[str]:
+    played = result.trajectory
+    if played is not None:
+        reward = f"{played.score:g}" if played.score is not None else result.note
+        if reward and not result.error:
+            yield f"{'reward:':<13}{reward}"
+        yield (
+            f"{'tokens:':<13}{played.tokens}, {played.sampled_tokens} sampled, ended: "
+            f"{played.reason}"
+        )
+    if result.error:
+        yield f"{'failed:':<13}{result.error}"
+
+
+async def main(args: argparse.Namespace) -> int:
+    """The exit status: 1 when a trajectory or its reward failed."""
+    host = SystemHost()
+    job = load_job(args.run, "sampled from")
+    asked = [parse_prompt(line, job) for line in sys.stdin if line.strip()]
+    partner = LocalPlayer(host, job, args.model, args.scratch, is_conversation=False)
+    console = ChatConsole(host, quiet=args.json)
+    begin = choose_seed(args)
+    failed = False
+    try:
+        for key, one in enumerate(one for one in asked for _ in range(args.n)):
+            if key and not args.json:
+                print()
+            found = await sample(partner, key, one, args, begin + key, console)
+            failed = failed or bool(found.error)
+            if args.json:
+                line = build_document(one, found, args.temperature, begin + key)
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+            else:
+                print("\n".join(format_result(found)), flush=True)
+    finally:
+        await partner.close()
+    return int(failed)
+
+
+def create_parser() -> argparse.ArgumentParser:
+    found = create_base_parser(__doc__)
+    found.add_argument("--n", type=int, default=1, help="trajectories of each")
+    found.add_argument("--max-tokens", type=int, help="that the model samples of each at most")
+    return found
+
+
+if __name__ == "__main__":
+    run_program(main(create_parser().parse_args()))

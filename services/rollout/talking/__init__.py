@@ -1,1 +1,0 @@
-"""Trajectories of a job with a person before them: `meshrl chat`. Open `partner.py` first."""

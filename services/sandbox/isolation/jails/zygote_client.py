@@ -1,0 +1,170 @@
+"""A running zygote: it is asked for jails, says when it has begun each, and is noticed when it does
+not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import DeadlineExceeded, MeshError
+from meshrl.common.mesh.process.child_handle import ChildProcess, ProcessUsage, read_start_time
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.runtime.calls.waits import WaitTable
+from meshrl.services.sandbox.workers.slice_policy import compute_charged_s
+
+POLL_S = 0.5  # between two looks at a zygote that has not answered
+SILENT_S = 10.0  # CPU time, or time with a core to be had: a fork takes milliseconds
+STOPPED = "Tt"  # states of a process that was stopped, in /proc
+CREDENTIALS = struct.Struct("3i")  # pid (in our namespace), uid, gid of who has sent
+
+
+class ZygoteUnresponsive(MeshError):
+    """It runs and forks nothing: another must take its place."""
+
+    code = "zygote_silent"
+    retryable = True
+
+
+class ZygoteClient:
+    """`child` is the outer jail, or the zygote itself; `control` our end of its socket."""
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        child: ChildProcess,
+        control: socket.socket,
+        waits: WaitTable,
+    ) -> None:
+        self._host, self._clock, self._waits = host, clock, waits
+        self.child, self._control = child, control
+        self._zygote_process: ChildProcess = child
+        self._pending_requests: deque[tuple[asyncio.Future[None], Callable[[], None]]] = deque()
+        self._running_jails = 0  # that run
+        self._retired = False
+        self.has_exited = False  # it has closed its end of the socket
+
+    @property
+    def pid(self) -> int:
+        """The process that forks, as `kill` has to name it."""
+        return self._zygote_process.pid
+
+    async def wait_ready(self, deadline_s: float) -> bool:
+        """Whether it is ready to fork; False when it has ended."""
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        loop.add_reader(self._control, arrived.set)
+        try:
+            async with self._clock.timeout(deadline_s, "the start of a zygote"):
+                await arrived.wait()
+        finally:
+            loop.remove_reader(self._control)
+        word, told, _, _ = self._control.recvmsg(16, socket.CMSG_SPACE(CREDENTIALS.size))
+        if word != b"warm":
+            return False
+        for level, kind, content in told:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                pid, _, _ = CREDENTIALS.unpack(content[: CREDENTIALS.size])
+                self._zygote_process = (
+                    self._host.adopt(pid, read_start_time(pid), name="zygote") or self.child
+                )
+        loop.add_reader(self._control, self._read_answers)
+        return True
+
+    def request_jail(
+        self, packet: bytes, fds: Sequence[int], on_done: Callable[[], None]
+    ) -> asyncio.Future[None]:
+        """Asks for a jail; resolves when it has been forked. BlockingIOError: it takes no more now;
+        other OSErrors: it has ended.
+
+        `settled` is called once the jail has been forked or cannot be any more. That may be long
+        after whoever asked has gone: what the jail would take is not another's until then.
+        """
+        socket.send_fds(self._control, [packet], list(fds))
+        begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending_requests.append((begun, on_done))
+        self._running_jails += 1
+        return begun
+
+    async def wait_forked(self, answer: asyncio.Future[None]) -> None:
+        """Waits for its answer. ZygoteSilent when it does nothing, ConnectionResetError when it has
+        ended. Meanwhile this process says that it waits for the zygote, by its number.
+        """
+        asked = self._clock.monotonic()
+        before: ProcessUsage | None = (
+            None  # read only for one that is late: it costs a tenth of a fork
+        )
+        looks = 0
+        with self._waits.wait("a jail", on=f"the zygote (pid {self.pid})"):
+            while True:
+                try:
+                    async with self._clock.timeout(POLL_S, "a jail's beginning"):
+                        return await asyncio.shield(answer)
+                except DeadlineExceeded:
+                    pass
+                usage = self._zygote_process.read_usage()
+                if usage is None:
+                    raise ConnectionResetError("the zygote has ended")
+                before = before or usage
+                looks = looks + 1 if usage.state in STOPPED else 0
+                if looks > 1:
+                    raise ZygoteUnresponsive(f"somebody has stopped it (pid {self.pid})")
+                silent_s = compute_charged_s(self._clock.monotonic() - asked, usage, before)
+                if silent_s > SILENT_S:
+                    raise ZygoteUnresponsive(f"it has not answered for {silent_s:.0f} s")
+
+    def _read_answers(self) -> None:
+        try:
+            while self._control.recv(16):
+                answer, settled = self._pending_requests.popleft()
+                if not answer.done():  # else whoever asked has gone
+                    answer.set_result(None)
+                settled()
+            ended = ConnectionResetError("the zygote has ended")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            ended = ConnectionResetError(str(error))
+        asyncio.get_running_loop().remove_reader(self._control)
+        self.has_exited = True
+        self._fail_pending(ended)
+
+    def _fail_pending(self, error: Exception) -> None:
+        while self._pending_requests:
+            answer, settled = self._pending_requests.popleft()
+            _fail_request(answer, error)
+            settled()
+
+    def jail_ended(self) -> None:
+        """One of its jails has ended."""
+        self._running_jails -= 1
+        if self._retired and not self._running_jails:
+            self.kill()
+
+    def retire(self) -> None:
+        """It is asked for nothing more, and is killed when the last of its jails has ended."""
+        self._retired = True
+        for answer, _ in self._pending_requests:  # which it may still begin: it has not ended
+            _fail_request(answer, ConnectionResetError("another zygote takes its place"))
+        if not self._running_jails:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it and its jails."""
+        self.child.kill()
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
+        self._fail_pending(ConnectionResetError("the zygote was killed"))
+
+
+def _fail_request(answer: asyncio.Future[None], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # it may be that nobody waits for it yet

@@ -1,0 +1,127 @@
+"""Becomes the outer jail, in which a zygote forks jails:
+`python -m meshrl.services.sandbox.isolation.outer_jail.launcher TIER CONTROL INTERPRETER`.
+
+The order matters. What needs root comes first, if we are root: places that a plain user cannot
+reach are bound into a mount namespace of our own. Then we become a plain user, for whom the limit
+on processes counts and whose files are nobody's. Then bubblewrap makes the namespaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
+    JAIL_PACKAGE,
+    MOUNT_POINT,
+    PACKAGES_MOUNT_POINT,
+    Interpreter,
+    list_root_content,
+)
+from meshrl.services.sandbox.isolation.resources import users
+from meshrl.services.sandbox.jail.confinement import syscalls
+
+BIND_BASES = ("/mnt", "/media", "/srv", "/tmp")  # where binds are gathered; the first that exists
+DEVICES = ("null", "zero", "full", "random", "urandom")
+ZYGOTE_CODE = (
+    "import sys; sys.version_info >= (3, 8) or sys.exit('meshrl: jails take Python 3.8 or newer, "
+    "this is ' + sys.version); sys.path.insert(0, {!r}); import jail.zygote; sys.path.pop(0); "
+    "jail.zygote.main()"
+)
+UNSHARED = [f"--unshare-{kind}" for kind in ("ipc", "pid", "net", "uts", "cgroup-try")]
+OUT_OF_MEMORY_SCORE = "500"
+MAX_PROCESSES = 8192  # most in all jails together
+
+
+def build_command(
+    tier: str, control: int, interpreter: Interpreter, bound_paths: dict[str, str], userns_fd: int
+) -> list[str]:
+    """What to execute. `control` is the zygote's socket, `gathered` says where else a place can be
+    reached, `own_users` is a user namespace to enter, or -1.
+    """
+    package = MOUNT_POINT if tier == "bwrap" else os.path.dirname(JAIL_PACKAGE)
+    zygote = interpreter.build_command(ZYGOTE_CODE.format(package))
+    packages = [
+        PACKAGES_MOUNT_POINT if tier == "bwrap" else os.path.dirname(p)
+        for p in interpreter.packages
+    ]
+    searched_last = next(iter(packages), "")
+    zygote += [str(control), tier, json.dumps(interpreter.warm), searched_last]
+    if tier != "bwrap":
+        return zygote
+    argv = ["bwrap", *UNSHARED, "--die-with-parent", "--new-session"]
+    argv += ["--unshare-user"] if userns_fd < 0 else ["--userns", str(userns_fd)]
+    # What the loader looks up late, each fork would look up for itself, in pages of its own.
+    argv += ["--clearenv", "--setenv", "LD_BIND_NOW", "1", "--hostname", "jail"]
+    content = list_root_content(interpreter, bound_paths.get(interpreter.root, interpreter.root))
+    for inside, text in content.links.items():
+        argv += ["--symlink", text, inside]
+    for inside, place in content.binds.items():
+        for parent in reversed(Path(inside).parents[:-1]):
+            argv += ["--dir", str(parent)]  # bubblewrap would keep others from what is kept from us
+        argv += ["--ro-bind", bound_paths.get(place, place), inside]
+    argv += ["--proc", "/proc", "--tmpfs", "/dev", "--dir", "/tmp"]
+    for device in DEVICES:
+        argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        argv += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    argv += ["--symlink", "/proc/self/fd", "/dev/fd", "--symlink", "/tmp", "/dev/shm"]
+    # The zygote makes namespaces and mounts inside of its own; jails close all this behind them.
+    argv += ["--cap-add", "ALL", "--remount-ro", "/dev", "--remount-ro", "/"]
+    return [*argv, *zygote]
+
+
+def bind_paths(paths: list[str]) -> dict[str, str]:
+    """Where a plain user finds each place, in a mount namespace that ends with this process."""
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    syscalls.mount("none", "/", "", syscalls.MS_REC | syscalls.MS_PRIVATE)
+    base = next(place for place in BIND_BASES if os.path.isdir(place))
+    syscalls.mount(
+        "tmpfs", base, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=64k,mode=755"
+    )
+    found = {}
+    for number, place in enumerate(paths):
+        target = f"{base}/{number}"
+        if os.path.isdir(place):
+            os.mkdir(target)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        syscalls.mount(place, target, "", syscalls.MS_BIND | syscalls.MS_REC)
+        found[place] = target
+    return found
+
+
+def main() -> None:
+    tier, control, interpreter = sys.argv[1], int(sys.argv[2]), Interpreter.decode(sys.argv[3])
+    parent = os.getppid()
+    os.umask(0o022)  # what a program makes in a jail has the modes that it would have elsewhere
+    gathered: dict[str, str] = {}
+    own_users = -1
+    if os.getuid() == 0:
+        # Written by root it is also the least that a jail can set: they go before anything else.
+        Path("/proc/self/oom_score_adj").write_text(OUT_OF_MEMORY_SCORE)
+        if tier == "bwrap":
+            places = [*interpreter.places, *interpreter.packages, JAIL_PACKAGE, interpreter.root]
+            gathered = bind_paths(list(filter(None, places)))
+            own_users = users.create_user_namespace(users.PLAIN_ID)
+            syscalls.switch_user(users.PLAIN_ID)
+        else:
+            users.switch_user_keep_setuid(users.PLAIN_ID)
+    os.chdir("/")
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = MAX_PROCESSES if hard == resource.RLIM_INFINITY else min(MAX_PROCESSES, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    # A change of user has made the kernel forget it.
+    if not syscalls.set_parent_death_signal(parent, 9):
+        sys.exit("the sandbox has ended")
+    if own_users >= 0:
+        os.set_inheritable(own_users, True)
+    argv = build_command(tier, control, interpreter, gathered, own_users)
+    os.execvpe(argv[0], argv, {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
+
+
+if __name__ == "__main__":
+    main()

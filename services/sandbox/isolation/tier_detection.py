@@ -1,0 +1,237 @@
+"""Detects, by trying, which tier of isolation this host can give to code that the model wrote.
+
+`python -m meshrl.services.sandbox.isolation.tier_detection [JSON]` prints what it found as JSON,
+for the
+command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.common.api.sandbox import JailSettings
+from meshrl.common.base.clock import Clock, SystemClock
+from meshrl.common.base.errors import MeshError
+from meshrl.common.job.isolation.runners import ContainerRunner
+from meshrl.common.job.isolation.tiers import TIER_DESCRIPTIONS
+from meshrl.common.mesh.process import container
+from meshrl.common.mesh.process.host import Host, SystemHost
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.outer_jail.interpreters import (
+    Interpreter,
+    select_interpreter,
+)
+from meshrl.services.sandbox.isolation.resources import cgroups
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.jail.confinement import landlock, syscall_table
+
+PROBE = JailLimits(wall_s=20.0, cpu_s=20.0)
+PROBE_OUTPUT = "in a jail"
+USERNS = Path("/proc/sys/user/max_user_namespaces")
+APPARMOR = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
+
+
+@dataclass(frozen=True)
+class DetectedTier:
+    tier: str
+    fix: str  # how to reach a better one; empty: it is the best
+    runner: str = ""  # the program that starts its containers, in the tier that is named so
+    sure: bool = True  # else a better one was tried and failed, which it may not do again
+
+    @property
+    def meaning(self) -> str:
+        return TIER_DESCRIPTIONS[self.tier] + (f" ({self.runner})" if self.runner else "")
+
+
+async def detect_tier(host: Host, clock: Clock, log: Path | None = None) -> DetectedTier:
+    """The best tier in which a program runs here."""
+    try:
+        syscall_table.find_architecture()
+    except syscall_table.UnsupportedMachine as error:
+        return DetectedTier("none", f"{error}: run the sandbox on another machine")
+    problem = ""
+    if shutil.which("bwrap"):
+        problem = await probe_tier("bwrap", host, clock, log)
+        if not problem:
+            homes = cgroups.find_parents()
+            if homes is not None:
+                return DetectedTier(
+                    "cgroup", describe_missing_cpu_control(homes.missing_cpu_functions)
+                )
+            return DetectedTier("bwrap", describe_missing_cgroups())
+    if landlock.read_abi() >= landlock.TIER_MIN_ABI and not await probe_tier(
+        "landlock", host, clock, log
+    ):
+        return DetectedTier("landlock", describe_missing_bwrap(problem), sure=is_bwrap_blocked())
+    sure = is_bwrap_blocked() and landlock.read_abi() < landlock.TIER_MIN_ABI
+    return DetectedTier(
+        "none", f"{describe_missing_bwrap(problem)}; {describe_missing_landlock()}", sure=sure
+    )
+
+
+async def detect_runner_tier(
+    interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
+) -> DetectedTier:
+    """Whether the containers of a job's runner run programs here, found by running one."""
+    runner = ContainerRunner(interpreter.runner)
+    problem = await probe_tier("runner", host, clock, log, interpreter)
+    if not problem:
+        return DetectedTier("runner", "", runner.name)
+    return DetectedTier("none", f"sandbox.runner: {problem}", sure=False)
+
+
+async def probe_tier(
+    tier: str, host: Host, clock: Clock, log: Path | None, interpreter: Interpreter | None = None
+) -> str:
+    """Why a program does not run in this tier here; empty if it does."""
+    interpreter = interpreter or Interpreter.default()
+    launcher = JailLauncher(host, clock, tier, interpreter, None, log)
+    imports = "".join(f"import {name}\n" for name in interpreter.warm)
+    try:
+        program = JailProgram(f"{imports}print({PROBE_OUTPUT!r})")
+        ran = await launcher.run(program, PROBE)
+    except MeshError as error:
+        return f"{error.message}{last_log_line(log)}"
+    finally:
+        await launcher.stop()
+    if ran.status == "ok" and ran.stdout.decode().strip() == PROBE_OUTPUT:
+        return ""
+    said = (ran.stderr.decode(errors="replace").strip().splitlines() or [ran.error])[-1]
+    return f"{ran.status}: {said[-200:]}"
+
+
+def last_log_line(log: Path | None) -> str:
+    """What was said last of a start that failed, to follow the error's text."""
+    lines = log.read_text(errors="replace").strip().splitlines() if log and log.is_file() else []
+    return f": {lines[-1][-200:]}" if lines else ""
+
+
+async def find_interpreter_problem(
+    detected: DetectedTier, interpreter: Interpreter, host: Host, clock: Clock, log: Path | None
+) -> str:
+    """Why the interpreter that a job names does not run in the tier of this host; empty: it does,
+    and has what the job imports.
+    """
+    if detected.tier in ("none", "runner") or interpreter == Interpreter.default():
+        return ""
+    if interpreter.root and detected.tier == "landlock":
+        return "Landlock shows no other file system than the host's: an image takes bubblewrap"
+    tier = "landlock" if detected.tier == "landlock" else "bwrap"
+    return await probe_tier(tier, host, clock, log, interpreter)
+
+
+def describe_missing_cpu_control(missing: tuple[str, ...]) -> str:
+    """What control groups do not do here about cores, which keepers then do as far as they can."""
+    if not missing:
+        return ""
+    way = "delegate the cpu controller, or mount a v2 hierarchy at /sys/fs/cgroup/unified beside v1"
+    return f"control groups do not {', '.join(missing)} the use of cores here: {way}"
+
+
+def describe_missing_cgroups() -> str:
+    if os.getuid() == 0:
+        return "no memory and pids controllers that may be used: mount /sys/fs/cgroup writable"
+    return "run as root, or delegate a control group: systemd-run --user --scope -p Delegate=yes"
+
+
+def describe_missing_landlock() -> str:
+    """Why the tier below bubblewrap is not left either."""
+    abi = landlock.read_abi()
+    if abi >= landlock.TIER_MIN_ABI:
+        return "Landlock does not work here"
+    return (
+        f"Landlock of this kernel is of version {abi}, and {landlock.TIER_MIN_ABI} (Linux "
+        "6.12) it takes"
+    )
+
+
+def is_bwrap_blocked() -> bool:
+    """Whether this host's settings keep bubblewrap from working, whatever a try of it said."""
+    if not shutil.which("bwrap") or _file_equals(DEBIAN, "0") or _file_equals(USERNS, "0"):
+        return True
+    return _is_in_container() and bool(
+        container.explain_user_namespace_rejection() or container.is_proc_masked()
+    )
+
+
+def describe_missing_bwrap(problem: str) -> str:
+    """What keeps bubblewrap from working, as far as the host says."""
+    if not shutil.which("bwrap"):
+        return "apt-get install bubblewrap"
+    if _file_equals(APPARMOR, "1"):
+        return (
+            "AppArmor keeps plain users from user namespaces: sysctl -w "
+            "kernel.apparmor_restrict_unprivileged_userns=0, or a profile for bwrap with `userns,`"
+        )
+    if _file_equals(DEBIAN, "0"):
+        return "sysctl -w kernel.unprivileged_userns_clone=1"
+    if _file_equals(USERNS, "0"):
+        return "user namespaces are off: sysctl -w user.max_user_namespaces=65536"
+    if _is_in_container():
+        return describe_container_limits(
+            container.explain_user_namespace_rejection(), container.is_proc_masked(), problem
+        )
+    return f"bwrap does not work here: {problem}"
+
+
+def describe_container_limits(refused: str, masked: bool, problem: str) -> str:
+    """What of a container's settings keeps bubblewrap from working, and what to add to them."""
+    why, ways = [], []
+    if refused:
+        why.append(refused)
+        ways.append("--security-opt seccomp=compose/seccomp.json")
+    if masked:
+        why.append("/proc is masked, and jails have one of their own")
+        ways.append("--security-opt systempaths=unconfined (Kubernetes: procMount: Unmasked)")
+    if not why:
+        why.append(f"bwrap does not work in this container ({problem})")
+        ways.append("--security-opt apparmor=unconfined, where the host has AppArmor")
+    return f"{'; '.join(why)}: add {', '.join(ways)}"
+
+
+def _file_equals(path: Path, text: str) -> bool:
+    try:
+        return path.read_text().strip() == text
+    except OSError:
+        return False
+
+
+def _is_in_container() -> bool:
+    return (
+        bool(container.detect_container()) or container.read_rights().seccomp == "filtered"
+    )  # some runtime's
+
+
+async def _main() -> None:
+    """With a job's settings as JSON it is also said why its interpreter does not run, if so; its
+    runner is tried in place of this host's tiers.
+    """
+    host, clock, problem = SystemHost(), SystemClock(), ""
+    asked = JailSettings(**json.loads(sys.argv[1])) if sys.argv[1:] else JailSettings()
+    with tempfile.NamedTemporaryFile(prefix="meshrl-probe-") as log:
+        place = Path(log.name)
+        try:
+            interpreter = select_interpreter(asked)
+            if interpreter.runner:
+                found = await detect_runner_tier(interpreter, host, clock, place)
+            else:
+                found = await detect_tier(host, clock, Path(os.devnull))
+                problem = await find_interpreter_problem(found, interpreter, host, clock, place)
+        except MeshError as error:
+            found = DetectedTier("none", error.fix or error.message)
+            problem = error.message
+    said = {"tier": found.tier, "fix": found.fix, "meaning": found.meaning, "problem": problem}
+    print(json.dumps({**said, "sure": found.sure}))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

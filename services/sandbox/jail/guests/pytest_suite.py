@@ -1,0 +1,341 @@
+"""Runs a row's tests under the real pytest, in one interpreter with the solution that they test.
+
+Whatever runs here can be changed by the solution, so nothing that is said here is proof: see
+docs/sandbox.md for what a program can forge. What is cheap to notice is noticed: a test is passed
+only if pytest has run it to its end, in the process that was asked, with nothing changed that
+`VerdictGuard` has seen. The token that an outcome must carry lies unread in the pipe meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from typing import Any, NoReturn
+
+from ..wire import frames
+
+SOLUTION_FILE, TESTS_FILE, CONFIG_FILE = "solution.py", "test_solution.py", "pytest.ini"
+ASYNC_PLUGINS = (
+    "asyncio",
+    "anyio",
+    "trio",
+    "twisted",
+    "tornado",
+)  # plugins that run async functions
+CO_COROUTINE = 0x80  # of `inspect`, which need not be imported for every jail
+TEXT = 300  # characters of what went wrong
+OPTIONS = (
+    "-qq --no-header --no-summary --tb=no --assert=plain --noconftest -p no:cacheprovider "
+    "-p no:faulthandler"
+)
+PACKAGES = ("_pytest", "pytest", "pluggy", "unittest", "jail")
+MODULES = ("builtins", "math", "operator")
+UNGUARDED_NAMES = {"input", "print", "open", "_"}  # what tests themselves replace and leave so
+GUARDED_TYPES = (types.FunctionType, types.BuiltinFunctionType, type, classmethod, staticmethod)
+
+_is_host_pytest = False  # this pytest is not the interpreter's own
+
+
+def preload(fallback_directory: str) -> None:
+    """Imports what every session does, in the zygote."""
+    global _is_host_pytest
+    try:
+        import pytest
+        from _pytest import config
+
+        for name in config.default_plugins:
+            __import__(f"_pytest.{name}")
+    except Exception as error:
+        print(f"zygote: no pytest: {error}", file=sys.stderr)
+        return
+    _is_host_pytest = bool(fallback_directory) and str(pytest.__file__).startswith(
+        fallback_directory + os.sep
+    )
+
+
+def run(program: dict[str, Any], channel: int) -> None:
+    """One session of pytest: says what it has collected, is told which tests to run, and says of
+    each how it ended. Without a solution it only collects, with a placeholder in its place.
+    """
+    try:
+        import pytest
+    except Exception as error:  # ours may be too new for the interpreter
+        frames.send(channel, {"absent": f"{type(error).__name__}: {error}"[:TEXT]})
+        return
+    stand_in = None
+    if "source" in program:
+        _write(SOLUTION_FILE, program["source"])
+    else:
+        stand_in = Placeholder("solution")
+        sys.modules["solution"] = stand_in
+    _write(CONFIG_FILE, "[pytest]\n")
+    _write(TESTS_FILE, "")  # what a program would look into first
+    sys.meta_path.insert(0, _TestsImporter(program.pop("tests")))
+    if _is_host_pytest:  # what is installed for the interpreter need not fit to it
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    sys.argv = ["pytest", TESTS_FILE]
+    session = _PytestSession(channel, stand_in)
+    pytest.main(
+        [*OPTIONS.split(), "-c", CONFIG_FILE, "--rootdir", ".", TESTS_FILE], plugins=[session]
+    )
+
+
+def _write(name: str, text: str) -> None:
+    with open(name, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+class _TestsImporter:
+    """Imports the module of tests, whose source is in no file, and forgets it."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != os.path.splitext(TESTS_FILE)[0]:
+            return None
+        place = os.path.abspath(TESTS_FILE)
+        return importlib.util.spec_from_file_location(name, place, loader=self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> None:
+        """The usual kind of module."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        sys.meta_path.remove(self)
+        code = compile(self._source, module.__file__ or TESTS_FILE, "exec", dont_inherit=True)
+        self._source = ""
+        exec(code, module.__dict__)
+
+
+class _PytestSession:
+    """A plugin: it tells the sandbox what pytest finds, and runs what the sandbox asks for."""
+
+    def __init__(self, channel: int, placeholder: Placeholder | None) -> None:
+        self._channel, self._placeholder = channel, placeholder
+        self._pid = os.getpid()
+        self._guard = VerdictGuard()
+        self._collection_error: BaseException | None = None
+        self._reports: list[Any] = []
+
+    def pytest_collection(self, session: Any) -> None:
+        """Before the solution is imported."""
+        self._guard.take_snapshot(session.config.pluginmanager)
+
+    def pytest_exception_interact(self, node: Any, call: Any, report: Any) -> None:
+        self._collection_error = self._collection_error or call.excinfo.value
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        if session.testsfailed or self._collection_error is not None:
+            error = cause = self._collection_error
+            while cause is not None and not isinstance(cause, ModuleNotFoundError):
+                cause = cause.__cause__ or cause.__context__
+            said = {
+                "broken": f"{type(error).__name__}: {error}"[:TEXT],
+                "used": self._is_placeholder_used(),
+            }
+            frames.send(self._channel, {**said, "module": getattr(cause, "name", None) or ""})
+            return
+        found = [{"id": item.nodeid.partition("::")[2]} for item in session.items]
+        for entry, item in zip(found, session.items):
+            if lacking := _find_missing_plugin(item):
+                entry["lacks"] = lacking
+        frames.send(self._channel, {"collected": found, "used": self._is_placeholder_used()})
+
+    def _is_placeholder_used(self) -> bool:
+        return self._placeholder is not None and self._placeholder.__dict__["uses"].count > 0
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """In place of pytest's own, which would go on without being asked."""
+        if session.testsfailed or self._placeholder is not None:
+            return True
+        plan = [session.items[i] for i in frames.receive(self._channel)["plan"]]
+        codes = [get_code(item) for item in plan]
+        for number, item in enumerate(plan):
+            asked = frames.receive(self._channel)["test"]
+            whole = get_code(item) is codes[number]
+            self._reports = []
+            following = plan[number + 1] if number + 1 < len(plan) else None
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if os.getpid() != self._pid:  # a process that the test has forked came back
+                os._exit(1)
+            outcome = _classify_reports(self._reports)
+            if not (whole and self._guard.is_unchanged()):
+                outcome = "changed"
+            token = frames.receive(self._channel)["token"]
+            frames.send(self._channel, {"test": asked, "token": token, "outcome": outcome})
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self._reports.append(report)
+
+
+def _classify_reports(reports: list[Any]) -> str:
+    """passed | failed | skipped | xfailed | xpassed, as pytest counts an item."""
+    if any(report.outcome == "failed" for report in reports):
+        return "failed"
+    called = [report for report in reports if report.when == "call"]
+    for report in reports:
+        if report.outcome == "skipped":
+            return "xfailed" if hasattr(report, "wasxfail") else "skipped"
+    if {report.when for report in reports} != {"setup", "call", "teardown"}:
+        return "failed"
+    return "xpassed" if any(hasattr(report, "wasxfail") for report in called) else "passed"
+
+
+def _find_missing_plugin(item: Any) -> str:
+    """What the test takes that only a plugin would have; empty: nothing."""
+    function, info = getattr(item, "function", None), getattr(item, "_fixtureinfo", None)
+    if not isinstance(function, types.FunctionType) or info is None:
+        return ""
+    given = getattr(getattr(item, "callspec", None), "params", {})
+    for name in info.argnames:
+        if name not in info.name2fixturedefs and name not in given and name != "request":
+            return f"the fixture {name}"
+    waits = function.__code__.co_flags & CO_COROUTINE and type(item).__name__ == "Function"
+    if waits and not any(item.config.pluginmanager.has_plugin(name) for name in ASYNC_PLUGINS):
+        return "a plugin for async functions"
+    return ""
+
+
+class VerdictGuard:
+    """Notices that a program has changed what judges it: pytest, unittest, built-in functions.
+
+    It is in the program's own interpreter, where nothing is safe from a program that looks for it;
+    it keeps the usual ways of patching a verdict from paying.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot: list[tuple[dict[str, Any], str, Any, Any]] = []
+        self._plugins: Any = None
+        self._plugin_names: set[str] = set()
+
+    def take_snapshot(self, plugins: Any) -> None:
+        """Remembers them as they are. `plugins` is pytest's plugin manager."""
+        self._plugins, self._plugin_names = plugins, _list_plugin_names(plugins)
+        classes: set[int] = set()
+        for name, module in list(sys.modules.items()):
+            if name in MODULES or name.partition(".")[0] in PACKAGES:
+                self._snapshot_names(vars(module), classes, name.partition(".")[0])
+
+    def _snapshot_names(self, names: Any, classes: set[int], package: str) -> None:
+        for name, value in list(names.items()):
+            if not isinstance(value, (*GUARDED_TYPES, property)) or name in UNGUARDED_NAMES:
+                continue
+            self._snapshot.append((names, name, value, getattr(value, "__code__", None)))
+            if isinstance(value, type) and id(value) not in classes:
+                classes.add(id(value))
+                if value.__module__.partition(".")[0] == package and package != "builtins":
+                    self._snapshot_names(vars(value), classes, package)
+
+    def is_unchanged(self) -> bool:
+        """Whether all of it is what it was, with the same plugins, and nothing is traced."""
+        for names, name, value, code in self._snapshot:
+            if names.get(name) is not value or getattr(value, "__code__", None) is not code:
+                return False
+        traced = sys.gettrace() is not None or sys.getprofile() is not None
+        return not traced and _list_plugin_names(self._plugins) == self._plugin_names
+
+
+def _list_plugin_names(plugins: Any) -> set[str]:
+    """The names of plugins that are there; those of collected modules are not among them."""
+    return {name for name, plugin in plugins.list_name_plugin() if plugin is not None}
+
+
+def get_code(item: Any) -> Any:
+    """The code of a collected test; None for one that is no function."""
+    return getattr(getattr(item, "function", None), "__code__", None)
+
+
+class UseCounter:
+    """How often more was asked of a placeholder than a name."""
+
+    count = 0
+
+
+class PlaceholderUsed(Exception):
+    """The tests need the solution's values to be collected."""
+
+
+def _make_failing_operator(name: str) -> Any:
+    def operation(self: Any, *_: Any) -> NoReturn:
+        use_counter.count += 1
+        raise PlaceholderUsed(f"{name} of what the solution has")
+
+    return operation
+
+
+use_counter = UseCounter()
+ABSENT_ATTRIBUTES = (
+    "pytestmark",
+    "_pytestfixturefunction",
+)  # what pytest looks for in all that it finds
+_FAILING_OPERATORS = (
+    "__iter__ __next__ __len__ __getitem__ __contains__ __bool__ __int__ __float__ __index__ "
+    "__lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __enter__"
+)
+
+
+class _PlaceholderMeta(type):
+    """Of classes, as tests may inherit from what they import."""
+
+    @property
+    def __test__(cls) -> bool:
+        return "_stands" not in vars(cls)  # it is no test itself, but one may inherit from it
+
+    def __getattr__(cls, name: str) -> Any:
+        return _get_attribute(name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "_stands" not in vars(cls):
+            return super().__call__(*args, **kwargs)
+        use_counter.count += 1
+        return object.__new__(_PlaceholderValue)
+
+
+class _PlaceholderValue(metaclass=_PlaceholderMeta):
+    """What stands for any one object."""
+
+    _stands = True
+
+    def __getattr__(self, name: str) -> Any:
+        return _get_attribute(name)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        use_counter.count += 1
+        return object.__new__(_PlaceholderValue)
+
+
+def _get_attribute(name: str) -> Any:
+    if name.startswith("__") or name in ABSENT_ATTRIBUTES:
+        raise AttributeError(name)
+    return _make_placeholder(name)
+
+
+for _name in _FAILING_OPERATORS.split():
+    setattr(_PlaceholderValue, _name, _make_failing_operator(_name))
+    setattr(_PlaceholderMeta, _name, _make_failing_operator(_name))
+
+
+def _make_placeholder(name: str) -> Any:
+    return _PlaceholderMeta(name, (_PlaceholderValue,), {"_stands": True})
+
+
+class Placeholder(types.ModuleType):
+    """A module that stands for a solution while its tests are collected, so that these are known
+    before any program has a say in it: all can be imported from it but everything at once (`*`),
+    and whatever more is asked of it is counted.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__dict__["uses"] = use_counter
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            use_counter.count += 1
+            raise PlaceholderUsed("all names of the solution")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _make_placeholder(name)

@@ -1,0 +1,277 @@
+"""The first process of a jail: it closes the jail behind itself, starts the guest, watches it.
+
+The guest runs what the model wrote. The keeper alone holds the channel to the sandbox, is not
+dumpable (so the guest can neither trace it nor read its memory or descriptors), cannot be killed
+from inside as it is the first process of its process namespace, and learns the nonce that its
+report must carry only when the guest has been forked. When it ends, the kernel kills all the rest.
+"""
+
+from __future__ import annotations
+
+# What a fork touches, it copies: the functions of `signal` go through its enumerations.
+import _signal
+import contextlib
+import errno
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from typing import Any, NoReturn
+
+from .confinement import landlock, seccomp, syscall_policy, syscalls
+from .guests import guest
+from .metering import seccomp_listener, usage, watch
+from .wire import frames
+
+SCRATCH = "/tmp"
+MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
+CPU_LIMIT_GRACE_S = 1  # after SIGXCPU, which a program may handle, comes SIGKILL
+SIGNALS = 1024  # queued signals and timers: kernel memory that no other limit counts
+OWN_PROCESSES = 1  # the keeper itself counts among its user's
+INIT_CHANNELS = ("keeper", "usage")  # descriptors that no guest gets
+SETUP_FAILED_EXIT = 70
+STOP_TIMEOUT_S, STOP_POLL_S = 1.0, 0.001  # most until all have stopped, and between looks whether
+UNSETTABLE_LIMITS = (
+    resource.RLIMIT_MSGQUEUE,
+    resource.RLIMIT_SIGPENDING,
+)  # as gVisor has them, and keeps them
+
+
+def run_init(fds: dict[str, int], request: dict[str, Any], tier: str, proc_fd: int) -> NoReturn:
+    """Runs one jail from its closing to its end; never returns. `proc` is the zygote's /proc."""
+    channel = fds["keeper"]
+    try:
+        _close_other_fds({0, 1, 2, proc_fd, *fds.values()}, proc_fd)
+        policy = syscall_policy.select_policy(tier, request["counted"])
+        wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # at each end of a process of the jail
+        _signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        _signal.signal(_signal.SIGCHLD, lambda *_: None)
+        if tier == "bwrap":
+            _enter_namespaces(request["limits"], request["user"], proc_fd)
+            syscalls.drop_capabilities()
+        else:
+            if tier == "landlock":
+                if request["user"]:
+                    _switch_user(request["user"])
+                syscalls.drop_capabilities()
+            os.setsid()
+            syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+            syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        # It holds for us, too: what we call from here on must be among what goes through.
+        held = tier != "runner"  # else the guest alone, which becomes another user before
+        listener = seccomp.install(policy, notify=True) if held else -1
+
+        def said(number: int) -> None:
+            if "cells" in fds:  # a session's report comes at its end, many cells later
+                frames.send(channel, {"refuses": number})
+
+        refused = seccomp_listener.SeccompListener(listener, said)
+        program = frames.receive(channel)
+        ready, closed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        child = os.fork()
+        if child == 0:
+            if not held:
+                _switch_to_guest_user(request["user"])
+                seccomp.install(policy)
+            _become_guest({**fds, "closed": closed}, request, program, tier, proc_fd)
+        os.close(proc_fd)
+        os.close(closed)
+        for name, fd in fds.items():
+            if name not in INIT_CHANNELS:
+                os.close(fd)
+        cpu: usage.CgroupCpuTime | usage.ScannedCpuTime = (
+            usage.CgroupCpuTime(fds["usage"])
+            if "usage" in fds
+            else usage.ScannedCpuTime(0 if tier == "bwrap" else os.getpgrp())
+        )
+        nonce = frames.receive(channel)["nonce"]
+
+        together, settings = None, request["limits"]
+        if not request["counted"]:
+            only = usage.FIRST_PIDS if tier == "bwrap" else -1  # among the host's, any may be its
+            most = settings["memory_bytes"]
+            together = usage.MemoryLimitWatch(most, cpu.list_pids, usage.read_last_pid, only)
+        watching = watch.GuestWatch(
+            watch.GuestDescriptors(child, channel, wake, ready),
+            settings,
+            cpu,
+            lambda number: _signal_all(number, tier, cpu),
+            refused,
+            together,
+            request.get("stands", False),
+        )
+        report = {**watching.wait_for_exit(), "refused": refused.denied_calls}
+        if not watching.check_set_up():
+            report = {"failed": f"a guest could not be set up: status {report['exit']}"}
+        frames.send(channel, {"nonce": nonce, **report})
+        if tier != "bwrap":  # there, the kernel kills what is left
+            _kill_rest(tier)
+        os._exit(0)
+    except frames.FrameChannelClosed:  # the sandbox wants no more of this
+        _kill_rest(tier)
+        os._exit(0)
+    except BaseException:
+        frames.send(channel, {"failed": traceback.format_exc(limit=3)})
+        os._exit(SETUP_FAILED_EXIT)
+
+
+def _close_other_fds(kept: set[int], proc_fd: int) -> None:
+    """What a jail was not given: of the zygote, or of the keeper. The zygote's control socket has
+    the number that it had in the sandbox, which may have thousands open.
+    """
+    listing = os.open("self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=proc_fd)
+    for fd in set(map(int, os.listdir(listing))) - kept:
+        os.closerange(fd, fd + 1)  # one of them was the listing's, and is closed
+
+
+def _enter_namespaces(limits: dict[str, Any], user: int, proc_fd: int) -> None:
+    """Mounts are made before the user namespace, which therefore cannot undo them.
+
+    In the jail /proc cannot be written: what we write there we write to the zygote's.
+    """
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    if user:
+        _switch_user(user)
+    room = f"size={limits['scratch_bytes']},nr_inodes={limits['files']}"
+    syscalls.mount("tmpfs", SCRATCH, "tmpfs", MOUNT_FLAGS, f"{room},mode=700,huge=never")
+    syscalls.mount("proc", "/proc", "proc", MOUNT_FLAGS | syscalls.MS_NOEXEC | syscalls.MS_RDONLY)
+    user, group = os.getuid(), os.getgid()
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    syscalls.map_own_ids(user, group, proc_fd)
+    syscalls.write_file("sys/user/max_user_namespaces", "0", proc_fd)
+
+
+def _switch_user(user: int) -> None:
+    """The jail's own user. A change hides our files in /proc, which are still to be written."""
+    syscalls.switch_user(user)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
+
+
+def _become_guest(
+    fds: dict[str, int], request: dict[str, Any], program: Any, tier: str, proc_fd: int
+) -> NoReturn:
+    try:
+        _signal.set_wakeup_fd(-1)
+        for number in (_signal.SIGCHLD, _signal.SIGINT):
+            _signal.signal(number, _signal.SIG_DFL)
+        for name in INIT_CHANNELS:
+            fds.pop(name, None)
+        _close_other_fds({0, 1, 2, proc_fd, *fds.values()}, proc_fd)
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
+        try:  # if one must go because memory is short, then we before the keeper
+            syscalls.write_file("self/oom_score_adj", "1000", proc_fd)
+        except OSError as error:  # where this file is another user's
+            if error.errno not in (errno.EACCES, errno.EPERM):
+                raise
+        os.close(proc_fd)
+        # The guest alone joins the jail's control groups, whose lists of processes these are: it
+        # takes none of its keeper's share of the cores, nor is the keeper frozen.
+        for name in [name for name in fds if name.startswith("group")]:
+            os.write(fds[name], b"0")
+            os.close(fds.pop(name))
+        if request["nice"]:  # which nobody can take back
+            os.nice(request["nice"])
+        for place, name in enumerate(("stdin", "stdout", "stderr")):
+            os.dup2(fds[name], place)
+            os.close(fds[name])
+        scratch = request.get("scratch", SCRATCH)
+        if tier == "landlock":
+            landlock.restrict(request["readable"], [scratch, "/dev/null"])
+        elif tier == "bwrap":
+            os.setsid()
+        set_limits(request["limits"], has_laps="cells" in fds or "peer" in fds)
+        os.chdir(scratch)
+        if scratch != SCRATCH:
+            os.environ.update(HOME=scratch, TMPDIR=scratch)
+    except (OSError, ValueError):  # ValueError: a limit beyond what may be set
+        traceback.print_exc()
+        os._exit(SETUP_FAILED_EXIT)
+    os.write(fds["closed"], repr(time.monotonic()).encode())
+    os.close(fds["closed"])
+    guest.run(program, fds.get("cells", -1), fds.get("peer", -1))
+
+
+def _switch_to_guest_user(user: int) -> None:
+    """The guest's own user, where the keeper is root in a container: it cannot reach the keeper.
+    Where the container has no other user, it has no capabilities, at least.
+    """
+    if os.getuid() == 0:
+        try:
+            _switch_user(user)
+        except OSError:
+            syscalls.drop_capabilities()
+
+
+def set_limits(limits: dict[str, Any], has_laps: bool) -> None:
+    """Limits of one process; what all of a jail may use together is its control group's.
+
+    The keeper watches CPU time. The kernel's limit, behind it, is of a whole life, so it cannot be
+    set where a limit is of one lap among many.
+    """
+    cpu = resource.RLIM_INFINITY if has_laps else int(limits["cpu_s"]) + 1
+    for which, most in (
+        (resource.RLIMIT_CPU, cpu),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_NPROC, limits["processes"] + OWN_PROCESSES),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, SIGNALS),
+    ):
+        grace = CPU_LIMIT_GRACE_S if which == resource.RLIMIT_CPU and not has_laps else 0
+        try:
+            resource.setrlimit(which, (most, most + grace))
+        except ValueError:
+            if which not in UNSETTABLE_LIMITS:
+                raise
+
+
+def set_guest_environment() -> None:
+    """That of guests, which the zygote has already."""
+    path = f"{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin"
+    os.environ.clear()
+    os.environ.update(PATH=path, HOME=SCRATCH, TMPDIR=SCRATCH, LANG="C.UTF-8")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):
+        os.environ[name] = "1"
+
+
+def _signal_all(
+    signal_number: int, tier: str, cpu: usage.CgroupCpuTime | usage.ScannedCpuTime
+) -> None:
+    """To all others of the jail: as the first process of a namespace, everybody; else whoever is
+    in our group of processes, which none can leave. Those that were begun meanwhile are next: who
+    is told to stop in the midst of a fork does so after it, and its child, which nobody can see by
+    then, goes on. So all must stand before nobody is new.
+    """
+    if tier == "bwrap":
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal_number)
+        return
+    told: set[int] = set()
+    stood, until = False, time.monotonic() + STOP_TIMEOUT_S
+    while True:
+        found = cpu.list_stopped()
+        fresh = found.keys() - told
+        for pid in fresh:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal_number)
+        told |= fresh
+        if not fresh and (stood or time.monotonic() > until):
+            return
+        stood = signal_number != signal.SIGSTOP or all(found.values())
+        if not fresh and not stood:
+            time.sleep(STOP_POLL_S)
+
+
+def _kill_rest(tier: str) -> None:
+    """All others of the jail. By number: as the first process of a namespace, everybody."""
+    with contextlib.suppress(ProcessLookupError):
+        if tier == "bwrap":
+            os.kill(-1, signal.SIGKILL)
+        else:
+            os.killpg(0, signal.SIGKILL)

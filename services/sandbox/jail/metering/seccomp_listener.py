@@ -1,0 +1,67 @@
+"""Which system calls were refused to a guest, by number: the kernel tells its keeper of each.
+
+A call that is told waits until it has been answered. Whoever asks again and again is not told any
+more: past so many the listener is closed, and the kernel answers ENOSYS by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+
+from ..confinement.syscall_policy import SECCOMP_NOTIF_RECV, SECCOMP_NOTIF_SEND
+
+MAX_NOTIFICATIONS = 256  # that are answered one by one; each costs the keeper some 20 us
+NOTIFICATION = struct.Struct("=QIIi60x")  # id, thread, flags, number of the call
+ANSWER = struct.Struct("=QqiI")  # id, value, error, flags
+CALLER_GONE_ERRNOS = (
+    errno.ENOENT,
+    errno.EINTR,
+)  # who asked was killed, or got a signal and will ask again
+
+
+class SeccompListener:
+    """`fd` is a listener, readable when a call waits for its answer; -1: there is none. `said` is
+    called with each number, before the call is answered, at its first time in a lap.
+    """
+
+    def __init__(
+        self, fd: int, on_denied: Callable[[int], None], ioctl: Callable[..., object] = fcntl.ioctl
+    ) -> None:
+        self.fd, self._on_denied, self._ioctl = fd, on_denied, ioctl
+        self.denied_calls: list[int] = []  # each once, in the order of their first time
+        self._denied_in_lap: set[int] = set()
+        self._notifications_left = MAX_NOTIFICATIONS
+
+    def start_lap(self) -> None:
+        """Another lap begins."""
+        self._denied_in_lap.clear()
+
+    def deny_pending(self) -> None:
+        """Refuses the call that waits."""
+        record = bytearray(NOTIFICATION.size)
+        try:
+            self._ioctl(self.fd, SECCOMP_NOTIF_RECV, record)
+            identifier, _, _, number = NOTIFICATION.unpack(record)
+            if number not in self.denied_calls:
+                self.denied_calls.append(number)
+            if number not in self._denied_in_lap:
+                self._denied_in_lap.add(number)
+                self._on_denied(number)
+            answer = ANSWER.pack(identifier, 0, -errno.EPERM, 0)
+            # Nobody asks a second time: no signal of ours, as of a child's end, may end the answer.
+            while True:
+                with contextlib.suppress(InterruptedError):
+                    self._ioctl(self.fd, SECCOMP_NOTIF_SEND, answer)
+                    break
+        except OSError as error:
+            if error.errno not in CALLER_GONE_ERRNOS:
+                raise
+        self._notifications_left -= 1
+        if not self._notifications_left:
+            os.close(self.fd)
+            self.fd = -1

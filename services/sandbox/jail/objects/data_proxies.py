@@ -1,0 +1,77 @@
+"""Data that is an object, too: a named tuple, a member of an IntEnum."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from . import value_codec
+from .proxies import ARITHMETIC, ORDER, DataProxyMeta, RemoteRef, get_ref, is_dunder_allowed
+from .remote_exceptions import make_remote_method
+
+
+def _get_attribute(self: Any, name: str) -> Any:
+    place = vars(self)["_place"]
+    if name.startswith("__") and not is_dunder_allowed(place, name):
+        raise AttributeError(name)
+    return place.ask("get", name)
+
+
+_MEMBERS = {
+    "__getattr__": _get_attribute,
+    "__repr__": lambda self: str(vars(self)["_place"].ask("repr")),
+    "__str__": lambda self: str(vars(self)["_place"].ask("str")),
+    "__format__": make_remote_method("operator", "__format__"),
+}
+_CLASS_CACHE: dict[Any, Any] = {}
+_UNARY = ("neg", "pos", "abs", "invert", "len", "iter", "bool", "call")
+_NAMES = (*ARITHMETIC, *ORDER, *(f"r{name}" for name in ARITHMETIC), *_UNARY)
+_OVERRIDABLE = frozenset(f"__{name}__" for name in _NAMES)
+_REMOTE_OPERATIONS = {"__len__": "len", "__iter__": "iter", "__bool__": "bool"}
+
+
+def list_overridden(kind: Any, base: Any) -> list[str]:
+    """Operators and public methods of data that a class which derives from it defines anew."""
+    names = [*(name for name in dir(base) if not name.startswith("_")), *_OVERRIDABLE]
+    return [n for n in names if getattr(kind, n, None) is not getattr(base, n, None)]
+
+
+def _make_override(name: str, base: Any) -> Callable[..., Any]:
+    """An operator or method of the solution's in place of that of data. With data on the other side
+    of it, of numbers and sets that of data decides: it may be the difference to what is expected.
+    """
+    exact = base in (int, float, complex, frozenset)
+
+    def method(self: Any, *others: Any, **named: Any) -> Any:
+        place = vars(self)["_place"]
+        if not name.startswith("__"):
+            return place.ask("get", name)(*others, **named)
+        if name == "__call__":
+            return place.ask("call", list(others), named)
+        ordered = name.strip("_") in ORDER
+        if others and get_ref(others[0]) is None and (exact or ordered):
+            plain = getattr(base, name, None)
+            return NotImplemented if plain is None else plain(self, *others)
+        return place.ask(
+            *([_REMOTE_OPERATIONS[name]] if name in _REMOTE_OPERATIONS else ["operator", name]),
+            *others,
+        )
+
+    return method
+
+
+def make_data_proxy(data: Any, ref: RemoteRef, overridden_names: tuple[str, ...]) -> Any:
+    """Data whose other attributes are those of an object of the other side, and `own` of those that
+    data has.
+    """
+    base = type(data)
+    if base not in value_codec.DATA_BASES:
+        raise ValueError("an object that is data and is none")
+    if (base, overridden_names) not in _CLASS_CACHE:
+        names = [
+            name for name in overridden_names if name in _OVERRIDABLE or not name.startswith("_")
+        ]
+        members = {**_MEMBERS, **{name: _make_override(name, base) for name in names}}
+        _CLASS_CACHE[base, overridden_names] = DataProxyMeta(base.__name__, (base,), members)
+    made = _CLASS_CACHE[base, overridden_names](data)
+    vars(made)["_place"] = ref
+    return made

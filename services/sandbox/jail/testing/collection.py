@@ -1,0 +1,131 @@
+"""Finds the tests of a module, in the order in which pytest runs them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Iterator
+
+from .fixtures import FixtureRegistry, list_argument_names
+from .marks import ParameterSet, TestMark, collect_marks, expand_parametrize
+
+FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
+
+
+class Item:
+    """One test: a function or method with one row of its parameters."""
+
+    def __init__(
+        self, name: str, function: Any, owner: type[Any] | None, module: Any, marks: list[TestMark]
+    ) -> None:
+        self.name, self.function, self.owner, self.module = name, function, owner, module
+        self.originalname = getattr(function, "__name__", name)
+        self.marks = marks
+        self.values: dict[str, Any] = {}
+        self.parameters: dict[str, Any] = {}  # of fixtures, by name
+        self.places: dict[str, Any] = {}  # of these among the fixture's
+        self.names: list[str] = []  # of the fixtures that it uses
+        self.wanted: list[str] = []  # of its arguments
+        self.case = False  # a method of a unittest.TestCase
+
+    def get_closest_marker(self, name: str) -> TestMark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def iter_markers(self, name: Any = None) -> Iterator[TestMark]:
+        return (mark for mark in self.marks if name in (None, mark.name))
+
+
+def collect_items(module: types.ModuleType, registry: FixtureRegistry) -> Iterator[Item]:
+    for name, value in list(vars(module).items()):
+        if isinstance(value, types.FunctionType) and name.startswith("test"):
+            if getattr(value, "__test__", True):
+                yield from _make_items(name, value, None, module, registry)
+        elif isinstance(value, type) and _holds_tests(name, value):
+            yield from _collect_class(name, value, module, registry, ())
+
+
+def is_unittest_class(value: Any) -> bool:
+    """Whether a class is a `unittest.TestCase`."""
+    return any(
+        kind.__name__ == "TestCase" and kind.__module__.startswith("unittest")
+        for kind in getattr(value, "__mro__", ())
+    )
+
+
+def _holds_tests(name: str, value: type[Any]) -> bool:
+    if not getattr(value, "__test__", True) or value.__module__.startswith("unittest"):
+        return False
+    return is_unittest_class(value) or (
+        name.startswith("Test")
+        and getattr(value, "__init__", None) is object.__init__
+        and getattr(value, "__new__", None) is object.__new__
+    )
+
+
+def _collect_class(
+    name: str,
+    owner: type[Any],
+    module: Any,
+    registry: FixtureRegistry,
+    outer: tuple[type[Any], ...],
+) -> Iterator[Item]:
+    if is_unittest_class(owner):
+        import unittest
+
+        for part in unittest.TestLoader().getTestCaseNames(owner):
+            function = getattr(owner, part)
+            marks = collect_marks(function, owner, module)
+            item = Item(f"{name}.{part}", function, owner, module, marks)
+            item.case, item.originalname = True, part
+            yield item
+        return
+    places: dict[str, int] = {}  # of each name, the first class that has it
+    for place, kind in enumerate(owner.__mro__):
+        for part in vars(kind):
+            places.setdefault(part, place)
+    for part in sorted(places, key=places.__getitem__, reverse=True):
+        value = vars(owner.__mro__[places[part]])[part]
+        if part.startswith("test") and isinstance(value, FUNCTIONS):
+            yield from _make_items(f"{name}.{part}", value, owner, module, registry, outer)
+        elif isinstance(value, type) and _holds_tests(part, value):
+            yield from _collect_class(f"{name}.{part}", value, module, registry, (owner, *outer))
+
+
+def _make_items(
+    name: str,
+    value: Any,
+    owner: type[Any] | None,
+    module: Any,
+    registry: FixtureRegistry,
+    outer: tuple[type[Any], ...] = (),
+) -> Iterator[Item]:
+    function = getattr(value, "__func__", value)
+    classes = [owner, *outer] if owner else []
+    marks = collect_marks(function, *classes, module)
+    bound = owner is not None and not isinstance(value, staticmethod)
+    used = [n for mark in marks if mark.name == "usefixtures" for n in mark.args]
+    wanted = list_argument_names(function, bound)
+    for case in expand_parametrize(marks):
+        fixtures = [n for n in (*registry.automatic(owner), *used, *wanted) if n not in case.values]
+        for whole, places in _expand_fixtures(case, fixtures, owner, registry):
+            ids = "-".join(whole.ids)
+            whole_name = f"{name}[{ids}]" if ids else name
+            made = Item(whole_name, value, owner, module, [*whole.marks, *marks])
+            made.values, made.parameters, made.places = whole.values, whole.indirect, places
+            made.names, made.wanted = list(dict.fromkeys([*fixtures, *wanted])), wanted
+            yield made
+
+
+def _expand_fixtures(
+    case: ParameterSet, names: list[str], owner: type[Any] | None, registry: FixtureRegistry
+) -> list[tuple[ParameterSet, dict[str, Any]]]:
+    """The case with each combination of the parameters of its fixtures."""
+    found = [(case, dict(case.indirect))]
+    for definition in registry.needed(names, owner):
+        if definition.params and definition.name not in case.indirect:
+            name = definition.name
+            found = [
+                (before.with_row([name], row, True, str(place)), {**places, name: place})
+                for before, places in found
+                for place, row in enumerate(definition.params)
+            ]
+    return found

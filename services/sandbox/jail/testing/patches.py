@@ -1,0 +1,263 @@
+"""What tests put in the place of something else: attributes, the environment, streams. What they
+change in a module of the standard library is changed for the solution too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections import namedtuple
+from typing import Any, Callable, Iterator
+
+from ..objects.object_connection import ObjectConnection
+from ..objects.proxies import RemoteProxy, get_ref
+
+COROUTINE = 0x80  # flag of code, see `inspect`
+MISSING = object()
+TESTS_ONLY_NAMES = (
+    "sys.stdout",
+    "sys.stderr",
+)  # of the tests alone: what the solution prints comes over
+CaptureResult = namedtuple("CaptureResult", "out err")
+
+
+def is_shared_name(target: Any, name: str) -> bool:
+    """Whether a name is one of the standard library, which the solution has too."""
+    return type(target) is types.ModuleType and f"{target.__name__}.{name}" not in TESTS_ONLY_NAMES
+
+
+class MonkeyPatch:
+    """pytest's `monkeypatch`."""
+
+    side: ObjectConnection
+
+    @classmethod
+    def of(cls, side: ObjectConnection) -> type[MonkeyPatch]:
+        return type("MonkeyPatch", (cls,), {"side": side})
+
+    def __init__(self) -> None:
+        self._undo: list[Any] = []
+
+    @classmethod
+    @contextlib.contextmanager
+    def context(cls) -> Iterator[MonkeyPatch]:
+        patch = cls()
+        try:
+            yield patch
+        finally:
+            patch.undo()
+
+    def setattr(self, target: Any, name: Any, value: Any = MISSING, raising: bool = True) -> None:
+        if value is MISSING:
+            value, (target, name) = name, resolve_path(target)
+        old = getattr(target, name, MISSING)
+        if old is MISSING and raising:
+            raise AttributeError(f"{target!r} has no attribute {name!r}")
+        if isinstance(target, type):  # a static method stays one
+            members = target.__dict__
+            old = members[name] if name in members else MISSING  # noqa: SIM401 (it may be remote)
+        setattr(target, name, value)
+        if is_shared_name(target, name):
+            self.side.ask("patch", 0, target.__name__, name, value)
+        self._undo.append(lambda: self._restore(target, name, old))
+
+    def _restore(self, target: Any, name: str, old: Any) -> None:
+        if old is MISSING:
+            delattr(target, name)
+        else:
+            setattr(target, name, old)
+        if is_shared_name(target, name):
+            self.side.ask("restore", 0, target.__name__, name)
+
+    def delattr(self, target: Any, name: Any = MISSING, raising: bool = True) -> None:
+        if name is MISSING:
+            target, name = resolve_path(target)
+        old = getattr(target, name, MISSING)
+        if old is not MISSING:
+            delattr(target, name)
+            self._undo.append(lambda: setattr(target, name, old))
+        elif raising:
+            raise AttributeError(name)
+
+    def setitem(self, mapping: Any, name: Any, value: Any) -> None:
+        old = mapping[name] if name in mapping else MISSING  # noqa: SIM401 (it may be remote)
+        mapping[name] = value
+        self._undo.append(lambda: _restore_item(mapping, name, old))
+
+    def delitem(self, mapping: Any, name: Any, raising: bool = True) -> None:
+        if name not in mapping and not raising:
+            return
+        old = mapping[name]
+        del mapping[name]
+        self._undo.append(lambda: _restore_item(mapping, name, old))
+
+    def setenv(self, name: str, value: Any, prepend: Any = None) -> None:
+        if prepend and name in os.environ:
+            value = f"{value}{prepend}{os.environ[name]}"
+        self.setitem(os.environ, name, str(value))
+
+    def delenv(self, name: str, raising: bool = True) -> None:
+        self.delitem(os.environ, name, raising)
+
+    def syspath_prepend(self, path: Any) -> None:
+        self.side.refuse("monkeypatch.syspath_prepend")
+
+    def chdir(self, path: Any) -> None:
+        before = os.getcwd()
+        self._go(str(path))
+        self._undo.append(lambda: self._go(before))
+
+    def _go(self, path: str) -> None:
+        if self.side.files is None:
+            self.side.refuse("monkeypatch.chdir")
+        os.chdir(path)
+        self.side.ask("call_named", 0, "os", "chdir", [path], {})
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _restore_item(mapping: Any, name: Any, value: Any) -> None:
+    if value is not MISSING:
+        mapping[name] = value
+    elif name in mapping:
+        del mapping[name]
+
+
+def resolve_path(path: str) -> tuple[Any, str]:
+    """What holds the last part of a dotted path, and that part."""
+    first, *rest, name = path.split(".")
+    target: Any = __import__(first)
+    for part in rest:
+        if not hasattr(target, part):
+            __import__(f"{target.__name__}.{part}")
+        target = getattr(target, part)
+    return target, name
+
+
+def forward_mock_patches(connection: ObjectConnection) -> None:
+    """What `unittest.mock.patch` changes in a module of the standard library, the solution sees."""
+    from unittest import mock
+
+    kind: Any = mock._patch
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entered(self: Any) -> Any:
+        value, target, name = enter(self), self.target, self.attribute
+        if is_shared_name(target, name):
+            connection.ask("patch", 0, target.__name__, name, getattr(target, name))
+        return value
+
+    def left(self: Any, *error: Any) -> Any:
+        if is_shared_name(self.target, self.attribute):
+            connection.ask("restore", 0, self.target.__name__, self.attribute)
+        return leave(self, *error)
+
+    kind.__enter__, kind.__exit__ = entered, left
+    own = mock._is_async_obj  # type: ignore[attr-defined]
+
+    def is_async(value: Any) -> bool:
+        if type(value) is not RemoteProxy:
+            return bool(own(value))
+        function = get_ref(value).builtin is types.FunctionType
+        return function and bool(value.__code__.co_flags & COROUTINE)
+
+    mock._is_async_obj = is_async  # type: ignore[attr-defined]
+
+
+_INSPECT_FUNCTIONS = (
+    "signature isabstract iscoroutinefunction isgeneratorfunction isasyncgenfunction"
+)
+# Functions of the standard library that look into objects: those of the solution's where they are.
+INTROSPECTION_FUNCTIONS = {
+    "dataclasses": "asdict astuple fields is_dataclass replace",
+    "inspect": f"{_INSPECT_FUNCTIONS} getsource getdoc getmembers getfullargspec",
+    "asyncio": "iscoroutinefunction",
+    "typing": "get_type_hints",
+    "pickle": "dumps loads",
+    "sys": "getsizeof",
+}
+
+
+def forward_introspection(connection: ObjectConnection, source: str) -> None:
+    """What looks into an object asks the solution about its own; `random.seed` is for both."""
+    for module, names in INTROSPECTION_FUNCTIONS.items():
+        if module in source:
+            found = __import__(module)
+            for name in names.split():
+                setattr(
+                    found, name, _make_forwarder(connection, module, name, getattr(found, name))
+                )
+    if "random" in source and "seed" in source:
+        import random
+
+        own = random.seed
+
+        def seed(*args: Any) -> None:
+            own(*args)
+            connection.ask("call_named", 0, "random", "seed", list(args), {})
+
+        random.seed = seed  # type: ignore[assignment]
+
+
+def _make_forwarder(
+    connection: ObjectConnection, module: str, name: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    def look(*args: Any, **kwargs: Any) -> Any:
+        if name == "loads" or any(get_ref(value) is not None for value in args):
+            return connection.ask("call_named", 0, module, name, list(args), kwargs)
+        return original(*args, **kwargs)
+
+    return look
+
+
+class TempPathFactory:
+    """`tmp_path_factory`: directories in the scratch directory, which both sides have."""
+
+    def __init__(self, root: str) -> None:
+        self._root = os.path.join(root, "pytest")
+
+    def mktemp(self, basename: str, numbered: bool = True) -> Any:
+        import pathlib
+
+        os.makedirs(self._root, exist_ok=True)
+        number = len(os.listdir(self._root))
+        path = pathlib.Path(self._root, f"{basename}{number}" if numbered else basename)
+        path.mkdir()
+        return path
+
+    def getbasetemp(self) -> Any:
+        import pathlib
+
+        return pathlib.Path(self._root)
+
+
+class CapturedOutput:
+    """`capsys` and `capfd`: what is printed while the test runs."""
+
+    def __init__(self) -> None:
+        self._streams = io.StringIO(), io.StringIO()
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = self._streams
+
+    def stop(self) -> None:
+        sys.stdout, sys.stderr = self._before
+
+    def readouterr(self) -> CaptureResult:
+        texts = [stream.getvalue() for stream in self._streams]
+        for stream in self._streams:
+            stream.seek(0)
+            stream.truncate()
+        return CaptureResult(*texts)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        self.stop()
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = self._streams

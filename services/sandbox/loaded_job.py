@@ -1,0 +1,225 @@
+"""A loaded job: its trusted functions in a pool of workers, its jailed ones, and their sums."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import Awaitable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from meshrl.common.api.sandbox import (
+    BAD_VALUE,
+    CRASHED,
+    OK,
+    RAISED,
+    REFUSED,
+    LoadJob,
+    RewardCall,
+    ToolCall,
+)
+from meshrl.common.base.clock import Clock
+from meshrl.common.job import builtin
+from meshrl.services.sandbox.grading.code import code_reward as code
+from meshrl.services.sandbox.grading.code import pytest_tests
+from meshrl.services.sandbox.isolation.jail_launcher import JailLauncher
+from meshrl.services.sandbox.isolation.jails.jail import JailFailed, ProgramResult
+from meshrl.services.sandbox.isolation.jails.program import JailProgram
+from meshrl.services.sandbox.isolation.resources.limits import JailLimits
+from meshrl.services.sandbox.isolation.resources.slots import JailSlots
+from meshrl.services.sandbox.outcomes import CallResult
+from meshrl.services.sandbox.sessions import Sessions
+from meshrl.services.sandbox.workers.calls import PoolCall
+from meshrl.services.sandbox.workers.pool import WorkerPool
+from meshrl.services.sandbox.workers.worker import REWARD, TOOL, format_name
+
+_GRADING = "meshrl.services.sandbox.grading"
+TRUSTED_BUILTINS = {
+    "calculator": f"{_GRADING}.calculator:calculate",
+    "math": f"{_GRADING}.mathematics.math_reward:compute_reward",
+    "exact": f"{_GRADING}.text_rewards:score_exact",
+    "choice": f"{_GRADING}.text_rewards:score_choice",
+    "regex": f"{_GRADING}.text_rewards:score_regex",
+}
+MODES = {"python": "program", "shell": "shell"}
+SOURCE_BYTES = 1 << 20
+
+
+def list_worker_functions(loaded: LoadJob) -> tuple[dict[str, str], dict[str, str]]:
+    """What a job's workers import, by name: our own, and the author's. The rest is run in jails."""
+    uses = {TOOL + name: use for name, use in loaded.tools.items()}
+    uses |= {f"{REWARD}{i}": part.use for i, part in enumerate(loaded.rewards)}
+    ours = {name: TRUSTED_BUILTINS[use] for name, use in uses.items() if use in TRUSTED_BUILTINS}
+    authors = {name: use for name, use in uses.items() if not builtin.is_builtin(use)}
+    return ours, authors
+
+
+class JailedFunctions:
+    """The jailed tools and rewards of one job."""
+
+    def __init__(
+        self,
+        launcher: JailLauncher,
+        pytest_launcher: JailLauncher,
+        clock: Clock,
+        slots: JailSlots,
+        loaded: LoadJob,
+        isolation: str,
+        job_clock: Clock | None = None,
+    ) -> None:
+        """`suites` makes jails with pytest; `isolation` says in words what contains them; sessions
+        are idle by the `job_clock`.
+        """
+        self.isolation = isolation
+        self._pytest_jails = pytest_tests.PytestJails(pytest_launcher)
+        jail = loaded.jail
+        self._launcher, self._slots = launcher, slots
+        self._limits = JailLimits(*(getattr(jail, field.name) for field in fields(JailLimits)))
+        self._tools = loaded.tools
+        most, idle_s = jail.sessions, jail.session_idle_s
+        self.sessions = Sessions(launcher, clock, self._limits, most, idle_s, job_clock)
+
+    async def run_tool(
+        self, name: str, argument: Any, deadline_s: float, session: str, has_session_state: bool
+    ) -> CallResult:
+        """What the model reads, whatever became of its code."""
+        use = self._tools[name]
+        if not isinstance(argument, str) or len(argument) > SOURCE_BYTES:
+            kind = builtin.TOOLS[use].argument
+            said = f"{name} takes {kind} as a text of at most {SOURCE_BYTES} characters"
+            return CallResult(REFUSED, {"status": REFUSED, "output": f"[{REFUSED}: {said}]"}, said)
+        limits = self._limits.lower(wall_s=deadline_s, cpu_s=deadline_s)
+        try:
+            async with self._slots.acquire():
+                if builtin.TOOLS[use].has_session:
+                    ran = await self.sessions.run(session, argument, has_session_state)
+                else:
+                    ran = await self._launcher.run(JailProgram(argument, MODES[use]), limits)
+        except JailFailed as error:
+            return CallResult(CRASHED, None, str(error))
+        return CallResult(ran.status, format_result(ran), ran.error)
+
+    async def compute_reward(
+        self, row: dict[str, Any], turns: list[dict[str, Any]], options: dict[str, Any]
+    ) -> CallResult:
+        """`code_tests`."""
+        grading = code.CodeGrader(
+            self._launcher, self._slots, self._limits, options, self._pytest_jails
+        )
+        return await grading.compute_reward(row, turns)
+
+    def close(self) -> None:
+        self.sessions.close()
+
+
+def format_result(result: ProgramResult) -> dict[str, Any]:
+    output, errors = (said.decode("utf-8", "replace") for said in (result.stdout, result.stderr))
+    for more in (errors, f"[{result.status}: {result.error}]" if result.error else ""):
+        ends = not more or not output or output.endswith("\n")
+        output += more if ends else f"\n{more}"
+    said: dict[str, Any] = {"status": result.status, "output": output}
+    if result.status == OK and result.exit_code:
+        said["exit"] = result.exit_code
+    if result.denied_calls:
+        said["refused"] = list(result.denied_calls)
+    return said
+
+
+class LoadedJob:
+    """Answers its calls; every one of them, by type."""
+
+    def __init__(
+        self, loaded: LoadJob, pools: Sequence[WorkerPool], jailed: JailedFunctions | None
+    ) -> None:
+        self.loaded, self.pools, self.jailed = loaded, pools, jailed
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
+        jailed = {
+            place: call
+            for place, call in enumerate(calls)
+            if self.jailed is not None
+            and builtin.select_jailed([self.loaded.tools.get(call.tool, "")])
+        }
+        rest = [call for place, call in enumerate(calls) if place not in jailed]
+        work = [PoolCall(TOOL + c.tool, [c.input], c.deadline_s, c.no_retry) for c in rest]
+        ran, answers = await asyncio.gather(
+            self._run_in_pools(work), asyncio.gather(*map(self._run_in_jail, jailed.values()))
+        )
+        others, own = iter(ran), iter(answers)
+        return [next(own if place in jailed else others) for place in range(len(calls))]
+
+    async def score(self, calls: Sequence[RewardCall]) -> list[CallResult]:
+        """The weighted sum of the parts, if all of them are scores; else the first that is none."""
+        parts = self.loaded.rewards
+        if not parts:
+            missing = f"job {self.loaded.job} has no reward; it has none at all"
+            return [CallResult(RAISED, None, missing) for _ in calls]
+        by_part = await asyncio.gather(*(self._score_part(i, calls) for i in range(len(parts))))
+        weights = [part.weight for part in parts]
+        return [sum_rewards(weights, answers) for answers in zip(*by_part, strict=True)]
+
+    async def _score_part(self, number: int, calls: Sequence[RewardCall]) -> Sequence[CallResult]:
+        part = self.loaded.rewards[number]
+        if builtin.select_jailed([part.use]):
+            assert self.jailed is not None
+            graded = (self.jailed.compute_reward(c.row, c.turns, part.options) for c in calls)
+            return await asyncio.gather(*map(catch_errors, graded))
+        options = [part.options] if builtin.is_builtin(part.use) else []
+        name = f"{REWARD}{number}"
+        work = [PoolCall(name, [c.row, c.turns, *options], c.deadline_s) for c in calls]
+        return await self._run_in_pools(work)
+
+    async def _run_in_pools(self, work: Sequence[PoolCall]) -> list[CallResult]:
+        """Each by the pool that has it."""
+        answers: dict[int, CallResult] = {}
+
+        async def by(pool: WorkerPool) -> None:
+            places = [i for i, call in enumerate(work) if call.name in pool.functions]
+            ran = await pool.run([work[i] for i in places], postpone_slow=True) if places else []
+            answers.update(zip(places, ran, strict=True))
+
+        await asyncio.gather(*map(by, self.pools))
+        known = ", ".join(sorted(self.loaded.tools)) or "nothing"
+        return [
+            answers.get(i) or CallResult(RAISED, None, f"no tool {format_name(call.name)}; {known}")
+            for i, call in enumerate(work)
+        ]
+
+    async def _run_in_jail(self, call: ToolCall) -> CallResult:
+        assert self.jailed is not None
+        return await catch_errors(
+            self.jailed.run_tool(
+                call.tool, call.input, call.deadline_s, call.session, call.has_session_state
+            )
+        )
+
+    async def stop(self) -> None:
+        if self.jailed is not None:
+            self.jailed.close()
+        await asyncio.gather(*(pool.stop() for pool in self.pools))
+
+
+async def catch_errors(work: Awaitable[CallResult]) -> CallResult:
+    try:
+        return await work
+    except Exception as error:
+        traceback.print_exc()
+        return CallResult(CRASHED, None, f"{type(error).__name__}: {error}"[:500])
+
+
+def sum_rewards(weights: Sequence[float], answers: Sequence[CallResult]) -> CallResult:
+    """The weighted sum, rounded once; the first answer that is no score; BAD_VALUE if the sum is
+    not finite.
+    """
+    if wrong := [answer for answer in answers if answer.status != OK]:
+        return wrong[0]
+    terms = [weight * answer.value for weight, answer in zip(weights, answers, strict=True)]
+    try:
+        total = math.fsum(terms)
+    except (OverflowError, ValueError):  # beyond the largest number; inf - inf
+        total = math.nan
+    if math.isfinite(total):
+        return CallResult(OK, total, "")
+    told = " + ".join(f"{w:g} * {a.value:g}" for w, a in zip(weights, answers, strict=True))
+    return CallResult(BAD_VALUE, None, f"the sum of reward.parts is not finite: {told}")

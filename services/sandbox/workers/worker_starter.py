@@ -1,0 +1,135 @@
+"""The processes of a pool: they are started, started again, and their ends are told in words."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgpack
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import (
+    BadMessage,
+    DeadlineExceeded,
+    MeshError,
+    PeerLost,
+    Refused,
+    ToolFailed,
+)
+from meshrl.common.base.host.settings import SCRUBBED_ENV
+from meshrl.common.mesh.process.child_handle import ChildProcess
+from meshrl.common.mesh.process.diagnosis import host_limits as host_limits
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.mesh.process.spawning import SpawnOptions
+from meshrl.services.sandbox.workers.calls import PoolFunctions, PoolLimits, unpack_result
+from meshrl.services.sandbox.workers.worker import FORKED, LOAD_RESULT_ID, OK, OUT_OF_MEMORY
+
+IMPORT_TIMEOUT_S = 30.0  # for the import of the job's modules
+KILL_TIMEOUT_S = 2.0  # for a killed process to be gone
+START_TRIES = 3  # attempts to start a worker before those who wait are told
+RETRY_S = 0.2
+
+# One thread for numeric libraries: their pools cost more than they bring, and count as CPU time.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class WorkerStarter:
+    """Starts the workers of one pool."""
+
+    def __init__(
+        self,
+        host: Host,
+        clock: Clock,
+        functions: PoolFunctions,
+        limits: PoolLimits,
+        log: Path | None,
+    ) -> None:
+        self._host, self._clock, self._log, self._limits = host, clock, log, limits
+        self._functions, self._job = functions, functions.job
+        self.source_locations: dict[str, str] = {}  # where each function begins
+
+    async def restart(self, on_failure: Callable[[MeshError], None]) -> ChildProcess:
+        """A process in place of another; `failed` is told now and then why there is none yet."""
+        tries = 0
+        while True:
+            try:
+                return await self._start()
+            except (MeshError, OSError) as error:
+                tries += 1
+                if tries % START_TRIES == 0:
+                    fix = host_limits.explain_hit_limit(error)
+                    on_failure(ToolFailed(f"job {self._job}: {error}", fix=fix))
+            await self._clock.sleep(min(RETRY_S * tries, IMPORT_TIMEOUT_S))
+
+    async def start_initial(self) -> ChildProcess:
+        """A process of a pool that starts. A signal or a busy machine may keep one from its import,
+        but hardly START_TRIES of them.
+        """
+        tries = 1
+        while True:
+            try:
+                return await self._start()
+            except ToolFailed as error:
+                if error.__cause__ is None or tries == START_TRIES:  # none: the import raised
+                    raise
+            except OSError as error:  # no process or descriptor is to be had on this host
+                if tries == START_TRIES:
+                    fix = host_limits.explain_hit_limit(error)
+                    raise Refused(f"no process for job {self._job}: {error}", fix=fix) from error
+            await self._clock.sleep(RETRY_S * tries)
+            tries += 1
+
+    async def _start(self) -> ChildProcess:
+        nice, rlimits = self._limits.nice, self._limits.rlimits
+        child = self._host.spawn(
+            [sys.executable, "-m", "meshrl.services.sandbox.workers.worker"],
+            name=f"sandbox worker of {self._job}",
+            env=ENVIRONMENT | SCRUBBED_ENV,
+            log=self._log,
+            options=SpawnOptions(
+                own_session=True, niceness=nice, rlimits=rlimits, has_channel=True, is_guarded=True
+            ),
+        )
+        given = self._functions
+        setup = [given.directory, given.references, given.mcp_servers, given.is_confined]
+        try:
+            await child.send(msgpack.packb(setup))
+            call_id, status, places, error = unpack_result(await child.recv(IMPORT_TIMEOUT_S))
+        except (PeerLost, BadMessage, DeadlineExceeded) as problem:
+            child.kill()
+            raise ToolFailed(
+                f"importing {', '.join(given.references.values())} ended the process or took more"
+                f" than {IMPORT_TIMEOUT_S:g} s: {problem}",
+                where=given.directory,
+                fix="import it with plain Python; its output is in the sandbox's log",
+            ) from problem
+        except BaseException:
+            child.kill()
+            child.close()
+            raise
+        if (call_id, status) != (LOAD_RESULT_ID, OK):
+            child.kill()
+            raise ToolFailed(
+                f"a tool or reward of job {self._job} does not import: {error}",
+                where=given.directory,
+            )
+        self.source_locations = places
+        return child
+
+    async def describe_exit(self, child: ChildProcess) -> str:
+        """How a worker ended whose channel is closed; empty while it still runs."""
+        code = await child.wait(KILL_TIMEOUT_S)
+        if code is None:
+            return ""
+        if code == OUT_OF_MEMORY:
+            most = self._limits.rlimits.get("AS")
+            limit = f"; its limit of address space (RLIMIT_AS) is {most >> 20} MiB" if most else ""
+            return f"there was no memory left for it (MemoryError){limit}"
+        if code == FORKED:
+            return "a child process that it started came back from the function"
+        failure = self._host.find_failure(child.pid, None, code)
+        if failure is not None:
+            return failure.text
+        return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -1,0 +1,243 @@
+"""The actor of a job's frozen models: scores given tokens and judges texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrl.common.api.calls.role import SetTier, TierUsage
+from meshrl.common.api.scoring import (
+    JudgeBatch,
+    RoleLogprobs,
+    ScoreBatch,
+    ScoredBatch,
+    Scoring,
+    Verdicts,
+)
+from meshrl.common.base.errors import MeshError, Refused
+from meshrl.common.generation.engine_contract import TokenEngine
+from meshrl.common.mesh.instances.tiers import (
+    RestoreTensors,
+    SaveTensors,
+    StatelessSleeper,
+    TierController,
+)
+from meshrl.common.mesh.instances.time_slices import SliceClient
+from meshrl.common.mesh.runtime.calls.actor import Actor, call
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import ServiceUnavailable
+from meshrl.common.mesh.runtime.serial_executor import SerialExecutor
+from meshrl.common.model.files.tensor_storages import trim_heap
+from meshrl.common.model.tokens.tokenizer import Tokenizer
+
+T = TypeVar("T")
+LoadModels = Callable[[], Awaitable[dict[str, "FrozenModel"]]]
+
+COMPUTE_TIMEOUT_S = 3600.0  # for one batch: callers have deadlines by its size
+LOAD_WAIT_S = 20.0  # for models that are being loaded; who asks then asks again
+POLL_S = 0.25  # how soon the process ends after a batch broke it, whose caller is told first
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModel:
+    engine: TokenEngine
+    tokenizer: Tokenizer | None = None  # the model's own; only a judge needs one
+    size_bytes: int = 0  # of its weights
+
+
+class FrozenModels(StatelessSleeper, Actor):
+    """Serves the models of one job, one batch at a time: they share the accelerator, and an engine
+    bears one thread.
+
+    Who asks before they are loaded waits. After anything but a typed error nobody knows what state
+    the models are in: the process is to end then, see `broken`.
+    """
+
+    interface = Scoring
+
+    def __init__(
+        self, mesh: Mesh, load_models: LoadModels, time_slices: SliceClient | None = None
+    ) -> None:
+        """`load` brings the models, as often as they are needed. `turns`: with others of its gang;
+        None: it has the accelerator alone.
+        """
+        self.mesh, self._load_models = mesh, load_models
+        self.time_slices = time_slices or SliceClient(mesh, "", "", 0)
+        self.tiers = TierController(
+            mesh,
+            self,
+            *mesh.settings.offload_targets,
+            set_time_slicing=self.time_slices.set_enabled,
+        )
+        self._models: dict[str, FrozenModel] = {}
+        self._loaded_event = asyncio.Event()
+        self._thread = SerialExecutor(mesh, COMPUTE_TIMEOUT_S)
+        self._draining = False
+        self._failure: Exception | None = None
+        self.num_sequences, self.num_tokens, self.busy_s = 0, 0, 0.0
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            **self.tiers.stats(),
+            "loaded": self._loaded_event.is_set(),
+            "models": {role: model.engine.backend for role, model in self._models.items()},
+            "sequences": self.num_sequences,
+            "tokens_scored": self.num_tokens,
+            "busy_s": self.busy_s,
+        }
+
+    def set_models(self, models: dict[str, FrozenModel]) -> None:
+        self._models = models
+        self._loaded_event.set()
+
+    async def stop(self) -> None:
+        await self.tiers.stop()
+
+    # -- sleep -----------------------------------------------------------------------------------
+
+    @call(Scoring.set_tier)
+    async def settle(self, wish: SetTier) -> TierUsage:
+        return await self.tiers.set_tier(wish)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(model.size_bytes for model in self._models.values())
+
+    async def sleep(self, save: SaveTensors) -> None:
+        """Lets go of the models between two batches: they lie where they were loaded from."""
+        if not self._loaded_event.is_set():
+            raise Refused("it is loading", where=self.mesh.name, fix="wait until it has")
+        self._loaded_event.clear()
+
+        def let_go() -> None:
+            self._models = {}
+            trim_heap()
+
+        await self._thread.run(let_go, deadline_s=COMPUTE_TIMEOUT_S)
+
+    async def wake(self, restore: RestoreTensors) -> None:
+        """Loads them again, the same: they never change."""
+        self.set_models(await self._load_models())
+
+    @property
+    def draining(self) -> bool:
+        return self._draining or self._failure is not None
+
+    async def wait_for_failure(self) -> Exception:
+        """What broke the process, once something has."""
+        while self._failure is None:
+            await self.mesh.clock.sleep(POLL_S)
+        return self._failure
+
+    @call(Scoring.score_sequences)
+    async def score(self, batch: ScoreBatch) -> ScoredBatch:
+        await self._wait_until_loaded()
+        unknown = [role for role in batch.roles if role not in self._models]
+        if unknown:
+            raise Refused(f"the job has no model as {unknown[0]}", where=self.mesh.name)
+        sequences = np.split(batch.tokens, np.cumsum(batch.lengths)[:-1])
+
+        def compute() -> list[RoleLogprobs]:
+            return [
+                score_sequences(role, self._models[role].engine, sequences) for role in batch.roles
+            ]
+
+        found = await self._run_in_slice(compute)
+        self.num_sequences += len(sequences)
+        self.num_tokens += len(batch.tokens) * len(batch.roles)
+        return ScoredBatch(found)
+
+    @call(Scoring.judge_texts)
+    async def judge(self, batch: JudgeBatch) -> Verdicts:
+        await self._wait_until_loaded()
+        model = self._models.get("reward")
+        if model is None or model.tokenizer is None:
+            raise Refused("the job has no model that judges", where=self.mesh.name)
+        found = await self._run_in_slice(lambda: judge_texts(model, batch))
+        self.num_sequences += 2 * len(batch.texts)
+        return found
+
+    async def _wait_until_loaded(self) -> None:
+        async with self.mesh.clock.timeout(LOAD_WAIT_S, "the frozen models to be loaded"):
+            await self._loaded_event.wait()
+        self._check_not_draining()
+
+    def _check_not_draining(self) -> None:
+        if self.draining:
+            raise ServiceUnavailable(
+                "the process is ending", where=self.mesh.name, fix="ask its successor"
+            )
+
+    async def _run_in_slice(self, work: Callable[[], T]) -> T:
+        def watched() -> T:
+            self._check_not_draining()  # it has waited for its turn
+            if not self._models:
+                raise ServiceUnavailable("the models sleep", where=self.mesh.name, fix="ask again")
+            started = self.mesh.clock.monotonic()
+            try:
+                return work()
+            except MeshError:
+                raise
+            except Exception as error:
+                self._failure = error
+                raise
+            finally:
+                self.busy_s += self.mesh.clock.monotonic() - started
+
+        return await self.time_slices.run_in_slice(
+            "score", lambda: self._thread.run(watched, deadline_s=COMPUTE_TIMEOUT_S)
+        )
+
+    @call(Scoring.drain)
+    def drain(self, reason: str) -> None:
+        """What is under way is asked for again where the models are next."""
+        self._draining = True
+
+
+def score_sequences(
+    role: str, engine: TokenEngine, sequences: Sequence[NDArray[np.int32]]
+) -> RoleLogprobs:
+    """Log-probabilities of each sequence's tokens, 0 for its first one."""
+    found, errors = [], []
+    for tokens in sequences:
+        logprobs, error = np.zeros(len(tokens), np.float32), ""
+        try:
+            logprobs[1:] = engine.score(tokens)
+        except MeshError as refused:
+            error = str(refused)
+        found.append(logprobs)
+        errors.append(error)
+    return RoleLogprobs(role, np.concatenate([np.zeros(0, np.float32), *found]), errors)
+
+
+def judge_texts(model: FrozenModel, batch: JudgeBatch) -> Verdicts:
+    """The probability of each text that it goes on with `yes`, if it goes on with `yes` or `no`."""
+    assert model.tokenizer is not None
+    found, errors = np.full(len(batch.texts), np.nan), [""] * len(batch.texts)
+    try:
+        endings = [model.tokenizer.encode(text) for text in (batch.yes, batch.no)]
+    except MeshError as error:
+        return Verdicts(found, [str(error)] * len(batch.texts))
+    for i, text in enumerate(batch.texts):
+        try:
+            asked = model.tokenizer.encode_start(escape_untrusted_parts(model.tokenizer, text))
+            found_of = [model.engine.score(np.array(asked + end, np.int32)) for end in endings]
+            yes, no = (
+                float(np.sum(logprobs[-len(end) :], dtype=np.float64))
+                for logprobs, end in zip(found_of, endings, strict=True)
+            )
+        except MeshError as error:
+            errors[i] = str(error)
+        else:
+            found[i] = 1.0 / (1.0 + np.exp(np.clip(no - yes, -700.0, 700.0)))
+    return Verdicts(found, errors)
+
+
+def escape_untrusted_parts(tokenizer: Tokenizer, parts: Sequence[str]) -> str:
+    """The text with its untrusted parts, every second one, marked as such."""
+    return "".join(tokenizer.escape(part) if i % 2 else part for i, part in enumerate(parts))

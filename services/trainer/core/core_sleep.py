@@ -1,0 +1,160 @@
+"""How a training core sleeps: between two pieces of arithmetic, the step under way as it is.
+
+Who starts in its place after a death goes on from what it kept, if those are the weights of the
+version that is committed; a step that was under way begins again from its lease of groups.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from meshrl.common.base.errors import CorruptData, MeshError, Refused
+from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.state import jobs, steps
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.services.trainer.core.position import build_committed_version
+
+if TYPE_CHECKING:
+    from meshrl.services.trainer.core.core import TrainerCore
+
+POLL_S = 0.05  # how often it is seen whether a step has been committed
+COMMIT_TIMEOUT_S = (
+    300.0  # for a step that is computed: to stage, or for its evaluation, if that comes
+)
+
+
+class CoreSleeper:
+    """Stops what the core does by itself, and lets it go on."""
+
+    def __init__(self, core: TrainerCore) -> None:
+        self._core = core
+
+    @property
+    def size_bytes(self) -> int:
+        return self._core.compute.size_bytes
+
+    @property
+    def is_removable(self) -> bool:
+        """Whether the newest checkpoint is of the current version."""
+        core, position = self._core, self._core.position
+        return (
+            core.is_ready
+            and core.checkpoints.last_step == position.version == position.checkpointed_version
+        )
+
+    async def sleep(self, save: SaveTensors) -> None:
+        """Leases no groups and gives no rounds from now on; see `GangCompute.sleep`."""
+        core = self._core
+        if not core.is_ready:
+            raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
+        self._set_paused(True)
+        try:
+            about = partial(core.describe_state, tier=core.tiers.sleep_tier)
+            await core.compute.sleep(about, save)
+        except BaseException:
+            self._set_paused(False)
+            raise
+
+    async def wake(self, restore: RestoreTensors) -> None:
+        """Goes on where it stopped; Damaged: from the last committed step, by a checkpoint."""
+        try:
+            await self._core.compute.wake(restore)
+        except CorruptData:
+            self._set_paused(False)
+            raise
+        self._set_paused(False)
+
+    async def move(self, tier: Tier) -> None:
+        await self._core.compute.move(tier)
+
+    def _set_paused(self, paused: bool) -> None:
+        core = self._core
+        core.gradients.is_asleep = paused
+        if paused:
+            core.intake.is_awake.clear()
+        else:
+            core.intake.is_awake.set()
+
+    async def prepare_removal(self) -> None:
+        """Stands still for good, with a committed checkpoint of the current version. A step whose
+        update is made is committed before; any other begins again elsewhere. Refused when that is
+        not committed in time, as in a pause, in which nobody evaluates.
+        """
+        core = self._core
+        if not core.is_ready:
+            raise Refused("it is starting", where=core.mesh.name, fix="wait until it is ready")
+        stood_still = core.gradients.is_asleep
+        self._set_paused(True)
+        try:
+            if not self.is_removable:
+                await self._pause_at_committed_step()
+                await self._write_checkpoint()
+            await core.compute.move(Tier.ABSENT)  # other ranks may end from here on
+        except BaseException:
+            core.runner.resume_steps()
+            self._set_paused(stood_still)
+            raise
+
+    async def _pause_at_committed_step(self) -> None:
+        core, clock = self._core, self._core.mesh.clock
+        until = clock.monotonic() + COMMIT_TIMEOUT_S
+        while True:
+            await core.runner.pause_steps()
+            if core.describe_state()["version"] == core.position.version:
+                return
+            if clock.monotonic() > until:
+                raise Refused(
+                    f"step {core.position.version + 1} is not committed after "
+                    f"{COMMIT_TIMEOUT_S:g} s",
+                    where=core.mesh.name,
+                    fix="ask again when the job goes on, or its evaluation is there",
+                )
+            core.runner.resume_steps()  # what it has computed is committed soon
+            await clock.sleep(POLL_S)
+
+    async def cancel_removal(self) -> None:
+        with suppress(MeshError):  # a rank that is lost is found so by the next piece
+            await self._core.compute.move(Tier.ACCELERATOR)
+        self._core.runner.resume_steps()
+        self._set_paused(False)
+
+    async def _write_checkpoint(self) -> None:
+        core, state, job = self._core, self._core.mesh.state, self._core.data.id
+        clock, position = core.mesh.clock, core.position
+        account = await retry(clock, lambda: steps.read_checkpoint_state(state, job))
+        lineage, step = position.lineage, position.version
+        await core.checkpoints.begin_checkpoint(lineage, step, position.weights, account)
+        await core.checkpoints.wait_until_written(required=True)
+        about = core.mesh.name, core.mesh.token, lineage, step, core.checkpoints.last_name
+        await retry(clock, lambda: steps.record_checkpoint(state, job, *about))
+        position.checkpointed_version = step
+
+    async def try_resume(self, row: jobs.JobRow) -> bool:
+        """Whether the core stands where the job does, from what was kept; that is removed."""
+        core = self._core
+        places = core.tiers.storage
+        try:
+            found = await places.find_stored()
+        except MeshError as error:  # its worker is away
+            core.mesh.telemetry.log.warning("what was kept is out of reach", error=str(error))
+            return False
+        if found is None:
+            return False
+        tier, head = found
+        about: dict[str, Any] = head.about
+        mine = (about["job"], about["lineage"], about["version"], about["ranks"])
+        stands = (core.data.id, row.lineage, row.version, core.compute.division.told)
+        # Another start may have committed this step since, from other groups: the same weights,
+        # not the same number.
+        same = about["manifest"] == row.manifest != ""
+        fits = mine == stands and same and about["checkpoint"] == row.checkpoint
+        take = partial(places.restore, tier)
+        went_on = fits and await core.compute.resume(about, take)
+        core.mesh.telemetry.log.info("kept", tier=tier, of=list(mine), used=went_on)
+        await places.drop_all()
+        if went_on:
+            core.resume_from(build_committed_version(row, about))
+        return went_on

@@ -1,0 +1,414 @@
+"""Runs a core's arithmetic on a gang of ranks: this process is rank 0, and the others follow it.
+
+What it orders of them runs on all ranks at once; see `RankGroup`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrl.common.api.ranks import (
+    COMPUTE_TIMEOUT_S,
+    STATE_TRANSFER_TIMEOUT_S,
+    UPDATE_SETTINGS_TIMEOUT_S,
+    ApplyGradient,
+    ComputeRound,
+    LoadWeightRows,
+    RankOrder,
+    Ranks,
+    RestoreRows,
+    ScoreBin,
+    SleepOrder,
+    UpdateSettings,
+)
+from meshrl.common.base.errors import CorruptData, MeshError, Refused, StateUnavailable, StorageFull
+from meshrl.common.job.config import AlgorithmConfig, OptimizerConfig
+from meshrl.common.mesh.instances.tiers import RestoreTensors, SaveTensors
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import consume_exception
+from meshrl.common.mesh.runtime.task_groups import run_first
+from meshrl.common.state import registry
+from meshrl.common.state.pool.workers.rows import Tier
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.layout.chunk_builder import StagingOptions
+from meshrl.common.weights.staging import VersionStager
+from meshrl.common.weights.transports.rendezvous import rendezvous_directory
+from meshrl.services.trainer.bins.division import RoundBins
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.compute.piece_runner import (
+    BEGIN,
+    CHANGE,
+    SCORE,
+    SYNC,
+    TRAIN,
+    UPDATE,
+    PieceRunner,
+    run_as_piece,
+)
+from meshrl.services.trainer.gang.rank_gradient_transfer import RankGradientTransfer
+from meshrl.services.trainer.gang.rank_group import RankGroup
+from meshrl.services.trainer.gang.state_writers import (
+    GangStaging,
+    GangStateWriter,
+    LocalStateWriter,
+)
+from meshrl.services.trainer.learner.learner import Learner
+from meshrl.services.trainer.learner.memory import LearnerMemory, reallocate_memory
+from meshrl.services.trainer.learner.stats import BinStats
+from meshrl.services.trainer.ranks.rank import Rank, make_filler_bin
+from meshrl.services.trainer.ranks.rank_faults import READ_FAULTS, raise_first, run_and_report
+from meshrl.services.trainer.rows.row_filling import make_row_filler
+from meshrl.services.trainer.rows.saved_rows import SavedRows
+
+T = TypeVar("T")
+
+POLL_S = 1.0  # between two looks whether a rank has ended
+
+_restore_numbers = itertools.count(1)  # of restorings
+
+
+class GangCompute:
+    """Gradients of rounds, kept until `apply` adds them up; a gang is to be formed first."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: str,
+        rank: Rank,
+        runner: PieceRunner | None = None,
+        rendezvous_dir: Path | None = None,
+        collective_timeout_s: float = COMPUTE_TIMEOUT_S,
+    ) -> None:
+        """`meetings`: where ranks meet, else as the host says. `group_s`: their deadline."""
+        rendezvous_dir = rendezvous_dir or rendezvous_directory(mesh.settings)
+        self.runner = runner or PieceRunner(mesh)
+        self.division = rank.division
+        self._mesh, self._rank = mesh, rank
+        self._bulk = BulkClient(mesh)
+        self._gradient_transfer = RankGradientTransfer(mesh, job, rank.ranks, rendezvous_dir)
+        about = mesh, job, rank, rendezvous_dir, collective_timeout_s
+        self._group = RankGroup(
+            *about, prepare=self._gradient_transfer.reset, on_loss=self._on_group_lost
+        )
+        self._claimed_rounds: set[int] = set()  # rounds whose gradient is kept or on its way
+        self._transfers: set[asyncio.Task[Any]] = set()
+        self._memory: LearnerMemory | None = None  # of this rank's rows while all sleep
+        self._saved_state: dict[str, Any] = {}  # what was said of them
+
+    @property
+    def local_learner(self) -> Learner | None:
+        return None if self._group.other_ranks else self._rank.learner
+
+    @property
+    def parameter_count(self) -> int:
+        return self._rank.learner.parameter_count
+
+    @property
+    def late_counts(self) -> Mapping[str, int]:
+        """`paced`, pieces at a pace so far, and `late`, those that ended late; or nothing."""
+        return self.runner.late_counts or self._rank.late_counts
+
+    async def form_group(self) -> None:
+        """Meet all ranks, first or after RankLost; weights that differ are still to be given."""
+        async with self.runner.rebuild_state():
+            await self._group.form()  # it waits for ranks, for minutes if need be
+            self._claimed_rounds.clear()
+
+    def _on_group_lost(self) -> None:
+        self._memory = None
+        for task in self._transfers - {asyncio.current_task()}:  # one may be why
+            task.cancel()
+        self._transfers.clear()
+
+    # -- orders ----------------------------------------------------------------------------------
+
+    @run_as_piece(BEGIN)
+    async def begin_step(self) -> None:
+        """A step begins, or begins again: gradients that are kept are forgotten."""
+        self._claimed_rounds.clear()
+        await self._wait_for_transfers()
+        orders = self._group.repeat_order(RankOrder(self._group.require_generation()))
+        self._rank.begin_step()
+        await self._group.run_guarded(self._group.call_all(Ranks.begin_step, orders))
+
+    @run_as_piece(TRAIN)
+    async def compute_round(self, index: int, bins: RoundBins) -> BinStats:
+        """Computes and keeps the gradient sum of a round's bins."""
+        if index in self._claimed_rounds:  # by a hybrid: all ranks must keep the same one first
+            await self._wait_for_transfers()
+        self._claimed_rounds.add(index)
+        like = next((bin for bin in bins if bin.loss_token_count), bins[0])
+        own, *rest = self.division.assign_bins(
+            [bin if bin.loss_token_count else make_filler_bin(like) for bin in bins]
+        )
+        generation = self._group.require_generation()
+        parts = [ComputeRound(generation, index, [bin.to_arrays() for bin in of]) for of in rest]
+        here, others = await self._group.run_on_all(
+            COMPUTE_TIMEOUT_S, Ranks.compute_round, parts, self._rank.compute_round, index, own
+        )
+        found = [*here, *(BinStats(**stats) for other in others for stats in other.stats)]
+        counted = (stats for stats, bin in zip(found, bins, strict=True) if bin.loss_token_count)
+        return sum(counted, BinStats())
+
+    async def add_gradient(self, index: int, gradient: NDArray[np.float32]) -> None:
+        """Keeps what a hybrid computed of a round, flat, in the order of the parameters; the array
+        belongs to it from then on. It is dropped if the ranks compute that round themselves: theirs
+        is the same, and all of them must keep the same one.
+        """
+        async with self.runner.gradient_lock:
+            if index in self._claimed_rounds:
+                return
+            self._claimed_rounds.add(index)
+            generation = self._group.require_generation()
+
+            async def send_to_all() -> None:
+                keep = self._rank.make_gradient_adder()
+                cut = self._rank.learner.slice_own_gradient
+                async with self._gradient_transfer.transfer(
+                    generation, index, gradient, cut
+                ) as orders:
+                    await self._mesh.host.run_blocking(
+                        keep, index, gradient, deadline_s=STATE_TRANSFER_TIMEOUT_S
+                    )
+                    await self._group.call_all(Ranks.add_gradient, orders)
+
+            task = asyncio.create_task(self._group.run_guarded(send_to_all()))
+            task.add_done_callback(consume_exception)
+            self._transfers.add(task)  # until `apply`; a hybrid does not wait for it
+
+    @run_as_piece(CHANGE)
+    async def update_settings(self, algorithm: AlgorithmConfig, optimizer: OptimizerConfig) -> None:
+        """Steps are computed with these from now on, until a gang is formed anew."""
+        order = UpdateSettings(
+            self._group.require_generation(), asdict(algorithm), asdict(optimizer)
+        )
+        orders = self._group.repeat_order(order)
+        await self._group.run_on_all(
+            UPDATE_SETTINGS_TIMEOUT_S,
+            Ranks.update_settings,
+            orders,
+            self._rank.learner.update_settings,
+            algorithm,
+            optimizer,
+        )
+
+    @run_as_piece(UPDATE)
+    async def apply_gradient(self, rounds: int, denominator: float, lr_factor: float) -> float:
+        """One optimizer step from the kept rounds 0 .. rounds - 1; the norm before clipping."""
+        await self._wait_for_transfers()
+        about = rounds, denominator, lr_factor
+        orders = self._group.repeat_order(ApplyGradient(self._group.require_generation(), *about))
+        norm, _ = await self._group.run_on_all(
+            COMPUTE_TIMEOUT_S, Ranks.apply_gradient, orders, self._rank.apply_gradient, *about
+        )
+        self._claimed_rounds.clear()
+        return norm
+
+    async def score(self, bins: Sequence[Bin], quantity: str) -> list[NDArray[np.float32]]:
+        """`logprobs` or `values` at each place of each bin, 0 where nothing is trained."""
+        found: list[NDArray[np.float32]] = []
+        at_once = self.division.bins_per_score
+        for start in range(0, len(bins), at_once):
+            found += await self._score_round(bins[start : start + at_once], quantity)
+        return found
+
+    @run_as_piece(SCORE)
+    async def _score_round(self, bins: Sequence[Bin], quantity: str) -> list[NDArray[np.float32]]:
+        own, *rest = [*bins, *[make_filler_bin(bins[0])] * (self._rank.ranks - len(bins))]
+        generation = self._group.require_generation()
+        parts = [ScoreBin(generation, bin.to_arrays(), quantity) for bin in rest]
+        here, others = await self._group.run_on_all(
+            COMPUTE_TIMEOUT_S, Ranks.score_bin, parts, self._rank.score, own, quantity
+        )
+        return [here, *(other.scores for other in others)][: len(bins)]
+
+    async def _wait_for_transfers(self) -> None:
+        """Returns when the gradients of hybrids are where they belong."""
+        sending = list(self._transfers)
+        if sending:
+            await asyncio.wait(sending, return_when=asyncio.FIRST_EXCEPTION)
+        for task in sending:
+            if task.done() and not task.cancelled():
+                task.result()
+        self._transfers.difference_update(sending)
+
+    @property
+    def meta_tensors(self) -> Mapping[str, Tensor]:
+        return self._rank.learner.get_meta_tensors(False)
+
+    def create_staging(self, options: StagingOptions, description: str) -> GangStaging:
+        """How all of them are staged as they are when they are copied; RankLost without a gang."""
+        stager = VersionStager(self._mesh, self._bulk, options, description)
+        return GangStaging(self.runner, self._group, self._rank, stager, options, description)
+
+    def create_saver(self, path: Path, include_masters: bool) -> LocalStateWriter | GangStateWriter:
+        """How all that a checkpoint keeps of it is written below `path`, as it is when it is
+        copied: what the next step depends on beside the weights, with `masters` these too.
+        RankLost without a gang.
+        """
+        if (learner := self.local_learner) is not None:
+            return LocalStateWriter(learner, self.runner, self._run_blocking, path, include_masters)
+        return GangStateWriter(
+            self._mesh, self.runner, self._group, self._rank, path, include_masters
+        )
+
+    @run_as_piece(SYNC)
+    async def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Goes on from these whole weights, all of them, and with an optimizer that is new."""
+        names = list(weights)
+        orders = self._group.repeat_order(LoadWeightRows(self._group.require_generation(), names))
+        await self._group.run_on_all(
+            STATE_TRANSFER_TIMEOUT_S,
+            Ranks.load_weights,
+            orders,
+            self._rank.learner.scatter_weights,
+            names,
+            weights,
+        )
+
+    @run_as_piece(SYNC)
+    async def restore(self, name: str, files: dict[str, str], manifest: str, path: Path) -> None:
+        """Goes on from a checkpoint whose state lies below `path`, and where that has no weights
+        from the version of this manifest. Damaged or NotFound: the store does not hold that as it
+        was written, and it is to be restored again.
+        """
+        host = self._mesh.settings.host
+        number = next(_restore_numbers)
+        order = RestoreRows(self._group.require_generation(), number, host, name, files, manifest)
+        run = self._mesh.host.run_blocking
+        saved = await run(SavedRows, path, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+        own = self._rank.learner.get_rows(self._rank.learner.get_meta_tensors(False))
+        fill = await make_row_filler(self._mesh, self._bulk, manifest, saved, own)
+        orders = self._group.repeat_order(order)
+        restore = partial(run_and_report, READ_FAULTS, self._rank.learner.restore, saved, fill)
+        here, there = await self._group.run_on_all(
+            STATE_TRANSFER_TIMEOUT_S, Ranks.restore_rows, orders, restore
+        )
+        raise_first([here, *(answer.fault for answer in there)])
+
+    # -- sleep: every rank keeps its own rows, all of them or none ------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        return self._rank.size_bytes if self._memory is None else 0
+
+    async def sleep(self, describe_state: Callable[[], dict[str, Any]], save: SaveTensors) -> None:
+        """Have all of it kept, with what `about` tells, and free its memory; or stay as before."""
+        async with self.runner.enter_sleep():
+            told = describe_state() | {"counts": self._rank.learner.get_counts()}
+            await self._wait_for_transfers()
+            memory = await self._run_blocking(self._rank.collect_memory, True)
+            try:
+                await gather_all(save(told, memory.offloaded), self._order_ranks("keep", told))
+            except BaseException:
+                with suppress(MeshError):
+                    await self._order_ranks("discard", told)
+                raise
+            await self._group.run_guarded(self._order_ranks("release", told))
+            await self._run_blocking(memory.release)
+            self._memory, self._saved_state = memory, told
+
+    async def wake(self, restore: RestoreTensors) -> None:
+        """Takes its memory and what was kept again. Damaged when what was kept is, and RankLost for
+        all that waits, and comes, until it is formed anew; whatever else it raises, it sleeps on.
+        """
+        async with self.runner.exit_sleep():
+            memory, about = self._memory, self._saved_state
+            assert memory is not None, "it sleeps"
+            try:
+                await gather_all(
+                    self._restore_own_rows(memory, restore), self._order_ranks("take", about)
+                )
+            except BaseException as error:
+                sleeps_on = Refused, StorageFull, StateUnavailable
+                gone = self._group.other_ranks and not isinstance(error, sleeps_on)
+                if not isinstance(error, MeshError if gone else CorruptData):
+                    await self._order_ranks("release", about)  # it sleeps on, all ranks of it
+                    await self._run_blocking(memory.release)
+                    raise
+                self._memory = None
+                lost = await self._group.handle_loss(error)
+                raise CorruptData(str(lost), where=self._mesh.name) from error
+            self._memory = None
+            with suppress(MeshError):
+                await self._order_ranks("forget", about)
+
+    async def _restore_own_rows(self, memory: LearnerMemory, restore: RestoreTensors) -> None:
+        await reallocate_memory(memory, self._run_blocking, self._mesh.name)
+        await restore(memory.offloaded)
+        await self._run_blocking(memory.refresh_derived)
+
+    async def move(self, tier: str) -> None:
+        """What others than this process have kept goes to a tier; once more changes nothing.
+        Absent: nobody has need of it any more; accelerator: of what was awake there is.
+        """
+        about = self._saved_state | {"tier": tier}
+        if tier != Tier.ABSENT:
+            await self._order_ranks("move", about)
+            return
+        order = self._build_order("move", about)
+        # Each has answered then, or has ended: it may, as soon as it has heard of it.
+        ends = [
+            run_first(
+                [other.call(Ranks.execute_sleep_order, order), self._wait_until_exited(other.name)]
+            )
+            for other in self._group.other_ranks
+        ]
+        await gather_all(*ends)
+
+    async def _wait_until_exited(self, name: str) -> None:
+        while True:
+            await self._mesh.clock.sleep(POLL_S)
+            with suppress(StateUnavailable):
+                entry = await registry.lookup(self._mesh.state, name)
+                if entry is None or not entry.alive:
+                    return
+
+    @run_as_piece(CHANGE)
+    async def resume(self, saved_state: Mapping[str, Any], restore: RestoreTensors) -> bool:
+        """Go on from what a process has kept and told; False if that is of no use here."""
+        told = dict(saved_state)
+        try:
+            memory = await self._run_blocking(self._rank.collect_memory, False)
+            await gather_all(restore(memory.offloaded), self._order_ranks("resume", told))
+        except MeshError as error:
+            self._mesh.telemetry.log.warning("not resumed", error=str(error))
+            return False
+        finally:
+            with suppress(MeshError):
+                await self._order_ranks("forget", told)
+        await self._run_blocking(self._rank.learner.resume_from_counts, saved_state["counts"])
+        return True
+
+    async def _order_ranks(self, action: str, state: dict[str, Any]) -> None:
+        """Orders it of all others; the first error of any."""
+        order = self._build_order(action, state)
+        await gather_all(
+            *(other.call(Ranks.execute_sleep_order, order) for other in self._group.other_ranks)
+        )
+
+    async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
+        """Return what `work` returns, on the thread of this rank's arithmetic."""
+        return await self._group.rank_thread.run(work, *args, deadline_s=STATE_TRANSFER_TIMEOUT_S)
+
+    def _build_order(self, action: str, state: dict[str, Any]) -> SleepOrder:
+        return SleepOrder(self._group.require_generation(), action, state["tier"], state)
+
+
+async def gather_all(*awaitables: Awaitable[Any]) -> None:
+    """Waits for all of them; raises the first error of any."""
+    found = await asyncio.gather(*awaitables, return_exceptions=True)
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error

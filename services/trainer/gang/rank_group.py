@@ -1,0 +1,246 @@
+"""The group of a core's ranks, of which this process is the first: formed, ordered about, and lost.
+
+An order runs on all ranks at once. When one of them is lost the group is aborted, whatever is
+awaited raises RankLost, and `form` makes a new group, of a new generation, when all ranks are
+there again; their models are then still to be given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshrl.common.api.calls.interface import Call
+from meshrl.common.api.ranks import (
+    FORM_TIMEOUT_S,
+    RankOrder,
+    Ranks,
+    Rendezvous,
+    StandbyAnswer,
+    rank_name,
+)
+from meshrl.common.base.errors import ConfigError, MeshError, RankLost, RemoteFailure
+from meshrl.common.base.host.interfaces import find_address
+from meshrl.common.mesh.runtime.actor_ref import ActorRef
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.weights.transports.rendezvous import (
+    NoRendezvousPort,
+    format_rendezvous_url,
+    open_listener,
+    parse_port_range,
+)
+from meshrl.services.trainer.ranks import network_interface
+from meshrl.services.trainer.ranks.network_interface import LOOPBACK
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.rank_thread import RankThread
+
+GROUP_COMPLETE_TIMEOUT_S = (
+    280.0  # until all ranks are there: below what a worker gives a role process to get ready
+)
+MAX_GENERATIONS = 1_000_000  # most in one incarnation of the core; the next one's are higher
+PERMANENT_ERRORS = ConfigError, RemoteFailure, NoRendezvousPort  # no second try mends it
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class RankGroup:
+    """Orders are pieces (`PieceRunner`): all ranks take them one by one, in one sequence."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: str,
+        rank: Rank,
+        rendezvous_dir: Path,
+        collective_timeout_s: float,
+        prepare: Callable[[Set[int]], Awaitable[None]],
+        on_loss: Callable[[], None],
+    ) -> None:
+        """`prepare` is told which ranks are on other hosts, `ended` that the group is none."""
+        # 0: in no group; a rank alone is in one of its own from the beginning.
+        self.generation = 0 if rank.ranks > 1 else 1
+        self.rank_thread = RankThread(mesh, collective_timeout_s)
+        self.other_ranks = [mesh.ref(rank_name(job, other)) for other in range(1, rank.ranks)]
+        self._mesh, self._job, self._rank = mesh, job, rank
+        self._rendezvous_dir, self._collective_timeout_s = rendezvous_dir, collective_timeout_s
+        self._prepare, self._on_loss = prepare, on_loss
+        self._form_count = 0
+        self._loss: Exception | None = None  # why the group is none any more
+
+    async def form(self) -> None:
+        """Make a group of all ranks; RankLost if they do not come; what is FOR_GOOD at once."""
+        if not self.other_ranks:
+            return
+        clock = self._mesh.clock
+        until = clock.monotonic() + GROUP_COMPLETE_TIMEOUT_S
+        while True:
+            try:
+                await self._try_form(until - clock.monotonic())
+                return
+            except MeshError as error:
+                await self._disband()
+                if clock.monotonic() > until or isinstance(error, PERMANENT_ERRORS):
+                    raise
+                self._mesh.telemetry.log.warning("forming the gang again", error=str(error))
+                await clock.sleep(0.2)
+
+    async def _try_form(self, timeout_s: float) -> None:
+        await self._disband()
+        await self.rank_thread.wait_idle()
+        self._form_count += 1
+        self._loss = None
+        generation = self._mesh.token * MAX_GENERATIONS + self._form_count
+        with self._mesh.wait("the ranks of the gang", on=rank_name(self._job, 1)):
+            standing = await retry(
+                self._mesh.clock,
+                lambda: self.call_all(
+                    Ranks.stand_by, [RankOrder(generation)] * len(self.other_ranks)
+                ),
+                limit_s=max(1.0, timeout_s),
+            )
+        here = self._mesh.settings.host
+        far = {rank for rank, other in enumerate(standing, 1) if other.host != here}
+        await self._prepare(far)
+        with ExitStack() as open_:
+            where, door = str(self._rendezvous_dir / f"{self._job}-{generation}"), None
+            interface = LOOPBACK
+            addresses: list[str] = []
+            if far:
+                interface, address = self._find_interface(standing)
+                addresses = [address, *(other.address for other in standing)]
+                door = open_.enter_context(
+                    open_listener(address, parse_port_range(self._mesh.settings.bind))
+                )
+                where = format_rendezvous_url(door, self._mesh.random.hex_token(16))
+            meeting = Rendezvous(generation, where, self._collective_timeout_s, addresses)
+            self.generation = generation
+            meetings, own = [meeting] * len(self.other_ranks), (meeting, interface, door)
+            await self.run_on_all(FORM_TIMEOUT_S, Ranks.form_group, meetings, self._rank.join, *own)
+
+    def _find_interface(self, ready_ranks: Sequence[StandbyAnswer]) -> tuple[str, str]:
+        """Return this host's interface and address for ranks on others; ConfigError without."""
+        settings = self._mesh.settings
+        interface = network_interface.find_rank_interface(settings)
+        address = find_address(interface)
+        for one in (StandbyAnswer(settings.host, address), *ready_ranks):
+            if not one.address:
+                raise ConfigError(
+                    f"a gang over hosts, and {one.host} has no interface that others reach",
+                    where=one.host,
+                    fix="Set `interface` in its settings, or GLOO_SOCKET_IFNAME, to one that has "
+                    'an address; or set pool.gangs to "host"',
+                )
+        return interface, address
+
+    async def _disband(self) -> None:
+        """Ends this rank's part in the group, and with it whatever the others wait for."""
+        self.generation = 0
+        self._on_loss()
+        await self.rank_thread.leave(self._rank.leave)
+
+    async def call_all(self, method: Call[Q, R], requests: Sequence[Q]) -> list[R]:
+        asking = [
+            _call_until_done(other, method, request)
+            for other, request in zip(self.other_ranks, requests, strict=True)
+        ]
+        return list(await asyncio.gather(*asking))
+
+    async def run_on_all(
+        self,
+        deadline_s: float,
+        method: Call[Q, R],
+        requests: Sequence[Q],
+        work: Callable[..., T],
+        *args: Any,
+    ) -> tuple[T, list[R]]:
+        """What this rank and the others return. The first that fails ends it for all."""
+        began = self.generation
+        here = asyncio.create_task(self.rank_thread.run(work, *args, deadline_s=deadline_s))
+        there = [
+            asyncio.create_task(_call_until_done(other, method, request, deadline_s))
+            for other, request in zip(self.other_ranks, requests, strict=True)
+        ]
+        try:
+            await asyncio.wait([here, *there], return_when=asyncio.FIRST_EXCEPTION)
+            errors = [
+                error
+                for task in (here, *there)
+                if task.done() and isinstance(error := task.exception(), Exception)
+            ]
+            if errors:
+                raise await self.handle_loss(max(errors, key=_is_permanent), began)
+            return here.result(), [task.result() for task in there]
+        except asyncio.CancelledError:
+            if self.generation == began and self.other_ranks:
+                self.generation = 0  # some rank may have done it, another not
+            raise
+        finally:
+            for task in (here, *there):
+                task.cancel()
+            await asyncio.gather(here, *there, return_exceptions=True)
+
+    async def run_guarded(self, call: Awaitable[T]) -> T:
+        began = self.generation
+        try:
+            return await call
+        except Exception as error:
+            raise await self.handle_loss(error, began) from error
+
+    async def handle_loss(self, error: Exception, generation: int | None = None) -> Exception:
+        """What to raise for an error of one rank: the group is of no use any more, but after one in
+        the job that all ranks have. `began`: the generation that the error is of, if it is known;
+        one of an earlier group leaves that of now as it is.
+        """
+        if isinstance(error, ConfigError) or not self.other_ranks:
+            return error
+        another = self.generation or self._loss is None  # formed, or being formed
+        if generation is not None and generation != self.generation and another:
+            return self.build_loss_error(error)
+        if self.generation or self._loss is None:  # others come of the group's end
+            self._loss = error if _is_permanent(error) else self.build_loss_error(error)
+            self._mesh.telemetry.log.warning("rank lost", error=str(error))
+        await self._disband()
+        return self._loss
+
+    def build_loss_error(self, error: Exception) -> RankLost:
+        return RankLost(
+            f"the gang of {self._rank.ranks} ranks has lost one ({error})",
+            where=self._mesh.name,
+            fix="it goes on from the last committed step when all ranks are there again",
+        )
+
+    def require_generation(self) -> int:
+        if not self.generation:
+            raise self._loss or RankLost(
+                f"the gang of {self._rank.ranks} ranks is not formed", where=self._mesh.name
+            )
+        return self.generation
+
+    def check_generation(self, generation: int) -> None:
+        """RankLost unless the group is that of this generation still."""
+        if self.require_generation() != generation:
+            raise self.build_loss_error(RankLost("the group has been formed anew"))
+
+    def repeat_order(self, order: Q) -> list[Q]:
+        return [order] * len(self.other_ranks)
+
+
+async def _call_until_done(
+    other: ActorRef, method: Call[Q, R], request: Q, deadline_s: float | None = None
+) -> R:
+    """What it answers once that does not go on any more; each call has the deadline."""
+    while True:
+        answer = await other.call(method, request, deadline_s=deadline_s)
+        if not getattr(answer, "in_progress", False):
+            return answer
+
+
+def _is_permanent(error: Exception) -> bool:
+    """Whether it is a mistake of a rank's own, which would come again; a lost rank is not."""
+    return isinstance(error, RemoteFailure) or not isinstance(error, MeshError)

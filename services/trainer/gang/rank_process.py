@@ -1,0 +1,75 @@
+"""How the ranks of a core of several run: the first one as the core, the others as it orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.state.pool.workers.placement import Placement
+from meshrl.common.state.pool.workers.rows import ExpertSplit
+from meshrl.services.trainer.bins.division import EvenDivision, RoundDivision, ZebraDivision
+from meshrl.services.trainer.initialization.initial_weights import DTYPES, build_meta_model
+from meshrl.services.trainer.learner.learner import LearnerSettings
+from meshrl.services.trainer.ranks.rank import Rank
+from meshrl.services.trainer.ranks.rank_actor import RankActor
+from meshrl.services.trainer.sharding.learners import FsdpLearner, RankContext, RowShardedLearner
+from meshrl.services.trainer.zebra.emulated_bins import EmulatedBins
+from meshrl.services.trainer.zebra.zebra_emulation import build_emulation
+from meshrl.services.trainer.zebra.zebra_learner import ZebraLearner
+
+
+def make_rank(data: JobData, placement: Placement, accelerator: str = "") -> Rank:
+    """Make a rank on this accelerator, in no group yet; ConfigError without its pace."""
+    division = build_division(data, placement.ranks, placement.apart)
+    pace = build_emulation(data, accelerator)
+
+    def make(group: DeviceMesh) -> RowShardedLearner:
+        config = data.config
+        model, beginning = build_meta_model(data)
+        temperature, dtype = config.rollout.temperature, DTYPES[config.training.dtype]
+        settings = LearnerSettings(config.optimizer, config.algorithm, temperature, dtype)
+        place = RankContext(group, beginning, config.training.rank_deadline_s)
+        if isinstance(division, ZebraDivision):
+            again = config.training.activation_checkpointing
+            return ZebraLearner(model, settings, place, division, again, pace)
+        parallel = config.training.expert_parallel
+        return FsdpLearner(model, settings, place, config.lora, config.seed, parallel)
+
+    bins, device = None, data.config.mesh.device
+    if pace is not None and isinstance(division, EvenDivision):  # else tasks keep it
+        bins = EmulatedBins(pace, division.expert_parallel, SystemClock())
+    return Rank(make, placement.rank, placement.ranks, device, division, pace, bins)
+
+
+def build_division(
+    data: JobData, ranks: int, expert_split: ExpertSplit | None = None
+) -> RoundDivision:
+    """Return how so many ranks compute rounds, of which the planner may set some `apart`."""
+    if expert_split is not None:
+        experts = ranks - expert_split.attention
+        return ZebraDivision(
+            expert_split.attention, experts, expert_split.micro_batches, expert_split.hosted
+        )
+    training = data.config.training
+    zebra = training.zebra
+    if not zebra.attention:
+        return EvenDivision(ranks, training.expert_parallel)
+    layers = len(load_model_config(data).sparse_layers)
+    hosted = zebra.hosted or [0]
+    each = hosted * layers if len(hosted) == 1 else hosted
+    experts = ranks - zebra.attention
+    return ZebraDivision(zebra.attention, experts, zebra.micro_batches, tuple(each))
+
+
+async def run_rank(
+    mesh: Mesh, data: JobData, placement: Placement, rank: Rank, profile: dict[str, Any]
+) -> None:
+    """The life of a rank beside the first. `profile`: what it publishes of its accelerator."""
+    actor = RankActor(mesh, data, placement, rank)
+    await mesh.join(actor, stats=lambda: actor.collect_stats() | profile)
+    await actor.wait_until_drained()

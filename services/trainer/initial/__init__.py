@@ -1,1 +1,0 @@
-"""The weights that a run begins with, given or warmed. Open `beginning.py` first."""

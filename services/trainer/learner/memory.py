@@ -1,0 +1,56 @@
+"""The memory of a learner that sleeps: which tensors it goes on from, which follow from these."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from meshrl.common.base.errors import Refused
+from meshrl.common.model.files.tensor_storages import TensorStorages
+from meshrl.services.trainer.learner.learner import Learner
+
+
+class LearnerMemory:
+    """All that a learner has, and gradients `beside`; `kept` is what cannot be got again."""
+
+    def __init__(self, learner: Learner, extra_tensors: Mapping[str, Tensor] | None = None) -> None:
+        learner.free_gradients()
+        self._learner = learner
+        self.offloaded = TensorStorages({**learner.get_tensors(), **(extra_tensors or {})})
+        self._derived = TensorStorages(learner.get_derived_tensors())
+
+    @property
+    def size_bytes(self) -> int:
+        return self.offloaded.total_bytes + self._derived.total_bytes
+
+    def release(self) -> None:
+        self._derived.release()
+        self.offloaded.release()
+
+    def reallocate(self) -> None:
+        """Allocate it again, of any content; MemoryError, and nothing is, without enough."""
+        self.offloaded.reallocate()
+        try:
+            self._derived.reallocate()
+        except MemoryError:
+            self.offloaded.release()
+            raise
+
+    def refresh_derived(self) -> None:
+        self._learner.refresh()
+
+
+async def reallocate_memory(
+    memory: LearnerMemory, run: Callable[..., Awaitable[Any]], process: str
+) -> None:
+    """Allocates it by way of `run`, which runs what blocks; Refused where there is not enough."""
+    try:
+        await run(memory.reallocate)
+    except MemoryError as error:
+        raise Refused(
+            f"no memory for {memory.size_bytes} bytes: {error}",
+            where=process,
+            fix="have others sleep first",
+        ) from error

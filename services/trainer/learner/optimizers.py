@@ -1,0 +1,253 @@
+"""The optimizer: Muon on matrices, AdamW on all else but a critic's bias, over one flat gradient.
+
+Muon (Jordan 2024, kellerjordan.github.io/posts/muon) differs from `torch.optim.Muon` in two ways:
+the Newton-Schulz iteration runs in the parameter's own precision instead of bfloat16, and several
+matrices of one shape go through it together.
+
+Of parameters that FSDP has cut by rows, each rank updates its own: the gradient is then that of its
+rows, parameter after parameter. AdamW is elementwise; Muon's matrices are made whole for the
+iteration, each rank's share of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.job.config import OptimizerConfig
+from meshrl.common.model.network.lora import is_adapter_tensor
+from meshrl.services.trainer.learner.sharded_tensors import (
+    apply_to_full_matrices,
+    get_local_rows,
+    get_shard_group,
+)
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ_STEPS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # quintic, steepest at zero
+BETAS = 0.9, 0.95
+EPSILON = 1e-8
+MIN_NEWTON_RATE = 0.2  # of a Newton step after the first five, so that their noise averages out
+MAX_BATCH_NUMBERS = 1 << 24  # numbers of a parameter or more that a step computes with beside them
+# Rows there are looked up, or decide alone.
+MUON_EXCLUDED = ("embedding", "unembedding", "router", "shared_gate")
+
+
+def compute_lr_factor(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Share of the learning rate at `step` (from 0) of `steps`: warm-up, then linear decay."""
+    decay = config.final_lr + (1 - config.final_lr) * (1 - step / steps)
+    return min(1.0, (step + 1) / max(config.warmup_steps, 1)) * decay
+
+
+class Optimizer:
+    """Updates the parameters of a model from the flat gradient of all of them, in their order."""
+
+    def __init__(
+        self, model: nn.Module, config: OptimizerConfig, parabolic_names: Collection[str] = ()
+    ) -> None:
+        """`parabolic`: names of parameters, in each of which the loss is a parabola."""
+        matrices: list[ParameterSpan] = []
+        self._parabolic: list[ParameterSpan] = []
+        rest: list[ParameterSpan] = []
+        offset = 0
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            part = ParameterSpan(name, parameter, offset)
+            offset += part.numel
+            if name in parabolic_names:
+                self._parabolic.append(part)
+                continue
+            muon = config.muon_lr > 0 and parameter.dim() >= 2
+            chosen = (
+                muon
+                and not is_adapter_tensor(name)
+                and name.rpartition(".")[2] not in MUON_EXCLUDED
+            )
+            (matrices if chosen else rest).append(part)
+        self._adamw = AdamW(rest, config.adamw_lr, config.weight_decay)
+        by_shape: dict[torch.Size, list[ParameterSpan]] = {}
+        for part in matrices:
+            by_shape.setdefault(part.parameter.shape, []).append(part)
+        about = config.muon_lr, config.weight_decay
+        self._muons = [Muon(alike, *about) for alike in by_shape.values()]
+
+    def update_settings(self, config: OptimizerConfig) -> None:
+        """Goes on with other rates; ConfigError if other parameters would be Muon's."""
+        if bool(self._muons) and not config.muon_lr:
+            raise ConfigError("matrices are trained by Muon", where="optimizer.muon_lr")
+        self._adamw.lr, self._adamw.weight_decay = config.adamw_lr, config.weight_decay
+        for muon in self._muons:
+            muon.lr, muon.weight_decay = config.muon_lr, config.weight_decay
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, lr_factor: float, curvature: float = 1.0) -> None:
+        """One update; `curvature`: the second derivative of the loss in parabolic parameters, times
+        what the gradient was scaled by. They take Newton steps, which need no learning rate.
+        """
+        self._adamw.step(gradient, lr_factor)
+        for muon in self._muons:
+            muon.step(gradient, lr_factor)
+        rate = max(1 / self.update_count, MIN_NEWTON_RATE) / curvature if curvature else 0.0
+        for part in self._parabolic:
+            part.values.sub_(gradient[part.gradient_slice].view(part.shape), alpha=rate)
+
+    def get_state(self) -> dict[str, Tensor]:
+        """Return views by parameter name, however parameters are grouped."""
+        state = self._adamw.get_state()
+        for muon in self._muons:
+            state |= muon.get_state()
+        return state
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        moments = {f"muon.{i}": muon.momentum for i, muon in enumerate(self._muons)}
+        return {"adamw.mean": self._adamw.mean, "adamw.square": self._adamw.square, **moments}
+
+    @property
+    def update_count(self) -> int:
+        """How many AdamW has made, which its bias corrections go by."""
+        return self._adamw.steps
+
+    @update_count.setter
+    def update_count(self, count: int) -> None:
+        self._adamw.steps = count
+
+
+class ParameterSpan:
+    """A parameter, or this rank's rows of it, and where its gradient lies in the flat one."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.shape = get_local_rows(parameter.detach()).shape
+        self.numel = self.shape.numel()
+        self.gradient_slice = slice(offset, offset + self.numel)
+
+    @property
+    def values(self) -> Tensor:
+        """What is updated; FSDP may put it elsewhere between two steps."""
+        return get_local_rows(self.parameter.detach())
+
+
+class SpanSlice:
+    def __init__(self, part: ParameterSpan, begin: int, end: int) -> None:
+        self._part, self._own = part, slice(begin, end)
+        self.gradient_slice = slice(
+            part.gradient_slice.start + begin, part.gradient_slice.start + end
+        )
+        self.numel = end - begin
+
+    @property
+    def values(self) -> Tensor:
+        return self._part.values.view(-1)[self._own]
+
+
+def split_into_batches(spans: Iterable[ParameterSpan]) -> Iterator[list[SpanSlice]]:
+    """All of the parts in their order, at most AT_ONCE numbers in each batch."""
+    batch: list[SpanSlice] = []
+    room = MAX_BATCH_NUMBERS
+    for part in spans:
+        begin = 0
+        while begin < part.numel:
+            end = min(part.numel, begin + room)
+            batch.append(SpanSlice(part, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield batch
+                batch, room = [], MAX_BATCH_NUMBERS
+    if batch:
+        yield batch
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) on parameters laid end to end."""
+
+    def __init__(self, spans: list[ParameterSpan], lr: float, weight_decay: float) -> None:
+        self._spans, self.lr, self.weight_decay = spans, lr, weight_decay
+        self._sizes = [part.numel for part in spans]
+        self._batches = list(split_into_batches(spans))
+        device = spans[0].parameter.device if spans else None
+        self.mean = torch.zeros(sum(self._sizes), device=device)
+        self.square = torch.zeros_like(self.mean)
+        self.steps = 0
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        if not self._spans:
+            return
+        self.steps += 1
+        scale, begin = math.sqrt(1 - BETAS[1] ** self.steps), 0
+        for pieces in self._batches:
+            own = torch.cat([gradient[piece.gradient_slice] for piece in pieces])
+            end = begin + len(own)
+            mean, square = self.mean[begin:end], self.square[begin:end]
+            mean.lerp_(own, 1 - BETAS[0])
+            square.mul_(BETAS[1]).addcmul_(own, own, value=1 - BETAS[1])
+            move = mean / square.sqrt().div_(scale).add_(EPSILON)
+            move *= -self.lr * lr_factor / (1 - BETAS[0] ** self.steps)
+            begin = end
+            moves = torch.split(move, [piece.numel for piece in pieces])
+            for piece, delta in zip(pieces, moves, strict=True):
+                values = piece.values.mul_(1 - self.lr * lr_factor * self.weight_decay)
+                values.add_(delta)
+
+    def get_state(self) -> dict[str, Tensor]:
+        state = {"adamw.steps": torch.tensor(self.steps)}
+        for kind, moment in (("mean", self.mean), ("square", self.square)):
+            for part, piece in zip(self._spans, torch.split(moment, self._sizes), strict=True):
+                state[f"adamw.{kind}.{part.name}"] = piece.view(part.shape)
+        return state
+
+
+class Muon:
+    """Nesterov momentum, made orthogonal, on matrices of one shape (the last two dimensions)."""
+
+    def __init__(self, spans: list[ParameterSpan], lr: float, weight_decay: float) -> None:
+        self._spans, self.lr, self.weight_decay = spans, lr, weight_decay
+        first = spans[0].parameter
+        self._height = first.shape[-2]
+        self._lr_scale = (
+            max(1.0, first.shape[-2] / first.shape[-1]) ** 0.5
+        )  # tall ones move further
+        self.momentum = torch.zeros(len(spans), *spans[0].shape, device=first.device)
+        # A stack of matrices is cut between matrices, which stay whole.
+        self._group = get_shard_group(first) if first.dim() == 2 else None
+        ranks = 1 if self._group is None else self._group.size()
+        # Of whole matrices each rank has its share, and all of them the same number of rows.
+        self._batch_matrices = max(1, MAX_BATCH_NUMBERS // max(1, first.numel() * ranks)) * ranks
+
+    def step(self, gradient: Tensor, lr_factor: float) -> None:
+        lr = self.lr * lr_factor
+        for begin in range(0, len(self._spans), self._batch_matrices):
+            some = slice(begin, begin + self._batch_matrices)
+            parts = self._spans[some]
+            own = torch.stack([gradient[part.gradient_slice].view(part.shape) for part in parts])
+            momentum = self.momentum[some].lerp_(own, 1 - MOMENTUM)
+            own.lerp_(momentum, MOMENTUM)
+            if self._group is None:
+                update = orthogonalize(own)
+            else:
+                update = apply_to_full_matrices(own, self._height, orthogonalize, self._group)
+            for part, delta in zip(parts, update, strict=True):
+                values = part.values.mul_(1 - lr * self.weight_decay)
+                values.add_(delta, alpha=-lr * self._lr_scale)
+
+    def get_state(self) -> dict[str, Tensor]:
+        moments = zip(self._spans, self.momentum, strict=True)
+        return {f"muon.momentum.{part.name}": momentum for part, momentum in moments}
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """About the nearest matrices [.., rows, columns] with singular values near one."""
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonalize(matrices.mT).mT
+    x: Tensor = matrices / (matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x

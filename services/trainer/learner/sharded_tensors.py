@@ -1,0 +1,53 @@
+"""Parameters of which a rank holds some rows, as the optimizer sees them.
+
+FSDP2 cuts a parameter into a DTensor, which is known here by its methods: to import the class and
+FSDP takes three seconds of CPU, which a core of one rank and a hybrid never need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def get_local_rows(parameter: Tensor) -> Tensor:
+    """What of a parameter lies here; writing to it changes the parameter."""
+    rows: Tensor = parameter.to_local() if is_sharded(parameter) else parameter  # type: ignore[attr-defined]
+    return rows
+
+
+def get_shard_group(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that a parameter is cut over; None if it lies here whole."""
+    if not is_sharded(parameter):
+        return None
+    group: dist.ProcessGroup = parameter.device_mesh.get_group()  # type: ignore[attr-defined]
+    return group
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    return hasattr(parameter, "to_local")
+
+
+def apply_to_full_matrices(
+    matrices: Tensor, height: int, function: Callable[[Tensor], Tensor], group: dist.ProcessGroup
+) -> Tensor:
+    """`function` of whole matrices, of which each rank gives its rows [count, rows, columns] and
+    gets them back.
+
+    Each rank computes its share of the matrices: two exchanges, and no work done twice.
+    """
+    ranks, (count, own, width) = group.size(), matrices.shape
+    each, share = -(-height // ranks), -(-count // ranks)
+    sent = matrices.new_zeros(ranks, share, each, width)
+    sent.view(-1, each, width)[:count, :own] = matrices
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    whole = received.transpose(0, 1).reshape(share, ranks * each, width)
+    made = torch.zeros_like(whole)
+    made[:, :height] = function(whole[:, :height])
+    sent = made.view(share, ranks, each, width).transpose(0, 1).contiguous()
+    dist.all_to_all_single(received, sent, group=group)
+    return received.view(-1, each, width)[:count, :own]

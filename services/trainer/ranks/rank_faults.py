@@ -1,0 +1,41 @@
+"""What hinders a rank and can be mended travels as an answer: an error loses the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from meshrl.common.api.ranks import RankFault
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound, StorageFull, from_wire
+
+OS_ERROR_CODE = "os_error"  # the code of an OSError
+READ_FAULTS = CorruptData, NotFound  # it is mended, or gone on from something older
+WRITE_FAULTS = StorageFull, OSError  # it is tried again with the next checkpoint
+
+
+def describe_fault(error: MeshError | OSError) -> RankFault:
+    if isinstance(error, MeshError):
+        return RankFault(error.code, error.message, error.where, error.fix)
+    return RankFault(OS_ERROR_CODE, f"{type(error).__name__}: {error}")
+
+
+def run_and_report(
+    kinds: tuple[type[MeshError | OSError], ...], work: Callable[..., Any], *args: Any
+) -> RankFault:
+    """Does `work`; what of these kinds has hindered it."""
+    try:
+        work(*args)
+    except kinds as error:
+        return describe_fault(error)
+    return RankFault()
+
+
+def raise_first(faults: Iterable[RankFault]) -> None:
+    """Raises the first that hindered somebody, as what it was."""
+    for trouble in faults:
+        if trouble.code == OS_ERROR_CODE:
+            raise OSError(trouble.message)
+        if trouble.code:
+            error = from_wire(trouble.code, trouble.message, trouble.where)
+            error.fix = trouble.fix
+            raise error

@@ -1,0 +1,47 @@
+"""Runs a rank's arithmetic on a thread, and waits for what a lost collective holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from meshrl.common.api.ranks import FORM_TIMEOUT_S
+from meshrl.common.base.errors import RankLost
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.serial_executor import SerialExecutor, consume_exception
+from meshrl.services.trainer.ranks.rank import is_collective_error
+
+T = TypeVar("T")
+TIMEOUT_MARGIN_S = 30.0
+
+
+class RankThread(SerialExecutor):
+    """One with collectives of deadline `group_s`, past which the process ends itself."""
+
+    def __init__(self, mesh: Mesh, collective_timeout_s: float) -> None:
+        super().__init__(mesh, collective_timeout_s + TIMEOUT_MARGIN_S)
+        self._leave_task: asyncio.Task[None] | None = None
+
+    async def run(self, work: Callable[..., T], *args: Any, deadline_s: float) -> T:
+        """What `work` returns; RankLost when a collective of it fails."""
+
+        @wraps(work)
+        def told(*args: Any) -> T:
+            try:
+                return work(*args)
+            except RuntimeError as error:
+                if is_collective_error(error):
+                    raise RankLost(f"a collective failed: {error}") from error
+                raise
+
+        return await super().run(told, *args, deadline_s=deadline_s)
+
+    async def leave(self, leave: Callable[[], None]) -> None:
+        """Runs `leave`, which ends the group, beside what runs; once for all who ask meanwhile."""
+        if self._leave_task is None or self._leave_task.done():
+            running = self._mesh.host.run_blocking(leave, deadline_s=FORM_TIMEOUT_S)
+            self._leave_task = asyncio.create_task(running, name="leave")
+            self._leave_task.add_done_callback(consume_exception)
+        await asyncio.shield(self._leave_task)

@@ -1,0 +1,57 @@
+"""The files of a checkpoint, for a process of any host."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import check_files
+from meshrl.common.weights.bulk.port import BulkClient
+from meshrl.common.weights.store.weight_store_client import fetch_checkpoint
+
+CHECK_TIMEOUT_S = 3600.0  # to read all of them
+
+
+@asynccontextmanager
+async def open_checkpoint_files(
+    mesh: Mesh,
+    bulk: BulkClient,
+    data: JobData,
+    name: str,
+    files: dict[str, str],
+    below: Sequence[str],
+) -> AsyncIterator[Path]:
+    """A directory of this host with a checkpoint's files, those that `below` names or that lie
+    below its folders, checked: the checkpoint's own, or where its home is another host's a copy for
+    as long. `files` has their digests; without any the checkpoint's own are not checked. Damaged or
+    NotFound when one is not what was written.
+    """
+    run = mesh.host.run_blocking
+    if data.is_on_run_host:
+        directory = data.run_dir / "checkpoints" / name
+        for part in below if files else ():
+            await run(check_files, directory, files, part, deadline_s=CHECK_TIMEOUT_S)
+        yield directory
+        return
+    # Each use has its own: they overlap, of several ranks of a host and within one.
+    uses = data.local_run_dir / "restored" / mesh.name.replace("/", "-")
+    copy = uses / f"{mesh.incarnation}-{mesh.random.hex_token(4)}-{name}"
+
+    def remove_left() -> None:
+        """Removes the copies of earlier processes of the name, which were killed."""
+        for left in uses.glob("*"):
+            if not left.name.startswith(mesh.incarnation):
+                shutil.rmtree(left, True)
+
+    try:
+        await run(remove_left, deadline_s=CHECK_TIMEOUT_S)
+        await fetch_checkpoint(mesh, bulk, data.id, name, below, copy)
+        for part in below:
+            await run(check_files, copy, files, part, deadline_s=CHECK_TIMEOUT_S)
+        yield copy
+    finally:
+        await run(shutil.rmtree, copy, True, deadline_s=CHECK_TIMEOUT_S)

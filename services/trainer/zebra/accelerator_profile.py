@@ -1,0 +1,283 @@
+"""The profile of a rank's accelerator, measured once and kept on the host."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import ConfigError, MeshError
+from meshrl.common.hardware.accelerators import match_kind
+from meshrl.common.hardware.zebra.profile import (
+    AcceleratorCosts,
+    CostCurve,
+    parse_accelerator_costs,
+)
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.network.moe import MixtureOfExperts
+from meshrl.services.trainer.bins.packing import Bin
+from meshrl.services.trainer.initialization.initial_weights import DTYPES
+from meshrl.services.trainer.models.forward import (
+    DeviceBin,
+    compute_outputs,
+    fuse_pointwise,
+    move_bin_to_device,
+)
+from meshrl.services.trainer.zebra.decoder_pieces import (
+    DecoderPieces,
+    PieceInputs,
+    PieceOutputs,
+    PiecePass,
+)
+
+REPEATS = 3  # of each size, of which the fastest counts
+MEASURED_EXPERTS = 8  # whose products are measured together
+MIN_SEQUENCE_TOKENS, MIN_EXPERT_ROWS = 128, 16  # tokens of a sequence, rows of an expert
+BUDGET_S = 20.0  # of a curve: what is longer then goes on as it did before
+USABLE_MEMORY_SHARE = 0.9  # of a memory; the rest is for buffers and what one task needs
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredProfile:
+    kind: AcceleratorCosts
+    backward_factor: float  # times a forward, of layers whose activations are kept
+
+    def encode(self) -> dict[str, Any]:
+        return {"kind": asdict(self.kind), "backward": self.backward_factor}
+
+
+def measure_profile(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+    clock: Clock,
+    name: str = "",
+) -> MeasuredProfile:
+    """What the accelerator `name` takes for bins of up to `longest` tokens; it blocks."""
+    layer = _make_one_layer_config(config)
+    with torch.device(device):
+        model = Decoder(layer, dtype, max_tokens + 1)
+    model.initialise(torch.Generator(device).manual_seed(0))
+    fuse_pointwise(model)
+    measure = _PassTimer(model, device, clock)
+    lengths = _list_doubled_sizes(MIN_SEQUENCE_TOKENS, max_tokens)
+    most = max_tokens * config.experts_per_token
+    attention, back = measure.measure_curve(measure.measure_attention, lengths)
+    experts, experts_back = measure.measure_curve(
+        measure.measure_experts, _list_doubled_sizes(MIN_EXPERT_ROWS, max(MIN_EXPERT_ROWS, most))
+    )
+    head, _ = measure.measure_curve(measure.measure_head, lengths)
+    memory = float(psutil.virtual_memory().total)  # of a CPU that of its host
+    if device.type == "cuda":
+        memory = float(torch.cuda.mem_get_info(device)[1])
+    return MeasuredProfile(
+        AcceleratorCosts(name, USABLE_MEMORY_SHARE * memory, experts, attention, head),
+        mean((back, experts_back)),
+    )
+
+
+def _make_one_layer_config(config: ModelConfig) -> ModelConfig:
+    """A model of one layer, which is a mixture of no more experts than are measured."""
+    first = config.sparse_layers[0]
+    return replace(
+        config,
+        layers=1,
+        dense_layers=(),
+        sliding_layers=(0,) if first in config.sliding_layers else (),
+        unrotated_layers=(0,) if first in config.unrotated_layers else (),
+        experts=max(config.experts_per_token, min(config.experts, MEASURED_EXPERTS)),
+    )
+
+
+def _list_doubled_sizes(minimum: int, maximum: int) -> list[int]:
+    """From `least`, which may be more than `most`, to `most`."""
+    found = [min(minimum, maximum)]
+    while found[-1] < maximum:
+        found.append(min(2 * found[-1], maximum))
+    return found
+
+
+class _PassTimer:
+    """Seconds of passes on one device."""
+
+    def __init__(self, model: Decoder, device: torch.device, clock: Clock) -> None:
+        self._model, self._device, self._clock = model, device, clock
+        self._pieces = DecoderPieces(model)
+
+    def measure_curve(
+        self, measure: Callable[[int], tuple[float, float]], sizes: Sequence[int]
+    ) -> tuple[CostCurve, float]:
+        """Seconds forward of each size, and how many times as long the largest takes backward."""
+        until = self._clock.monotonic() + BUDGET_S
+        found: list[float] = []
+        times = 0.0
+        for size in sizes:
+            forward_s, backward_s = measure(size)
+            found.append(forward_s)
+            times = backward_s / forward_s
+            if self._clock.monotonic() > until:
+                break
+        # Of two sizes whose times are as good as the same, the larger one may seem faster.
+        return CostCurve(tuple(sizes[: len(found)]), tuple(accumulate(found, max))), times
+
+    def measure_attention(self, length: int) -> tuple[float, float]:
+        """Of a piece, on one sequence."""
+        given = self._make_device_bin(length)
+        config = self._model.config
+
+        def pass_() -> Callable[[], object]:
+            cut = PiecePass(lambda _: self._pieces.run_first(given), None, recompute=False)
+            ends = PieceOutputs(*cut.outputs)
+            ones = PieceOutputs(
+                torch.ones_like(ends.residual),
+                torch.ones_like(ends.routing_weights),
+                torch.ones_like(ends.expert_inputs),
+                torch.full_like(ends.balance_loss, config.balance_coefficient),
+            )
+            return partial(cut.backward, ones)
+
+        return self._time_fastest_pass(pass_)
+
+    def measure_experts(self, rows: int) -> tuple[float, float]:
+        """Of one expert, on so many rows."""
+        experts = self._pieces.get_moe_layer(0).experts
+        count = experts.config.experts
+        x = self._draw_normal(rows * count, experts)
+        ends = torch.arange(1, count + 1, device=self._device) * rows
+
+        def pass_() -> Callable[[], object]:
+            leaf = x.clone().requires_grad_(True)
+            made = experts.compute_experts(leaf, ends, experts.gate_up, experts.down)
+            return lambda: torch.autograd.backward(made, torch.ones_like(made))
+
+        forward_s, backward_s = self._time_fastest_pass(pass_)
+        return forward_s / count, backward_s / count
+
+    def measure_head(self, tokens: int) -> tuple[float, float]:
+        """Of the last piece: norm, head and log-probabilities."""
+        given, experts = self._make_device_bin(tokens), self._pieces.get_moe_layer(0).experts
+        k = experts.config.experts_per_token
+        residual, apart = self._draw_normal(tokens, experts), self._draw_normal(tokens * k, experts)
+        shares = torch.ones(tokens, k, device=self._device) / k
+
+        def pass_() -> Callable[[], object]:
+            leaves = (residual, shares, apart.view(tokens, k, -1))
+            coming = PieceInputs(*(one.clone().requires_grad_(True) for one in leaves))
+            hidden = self._pieces.run_last(given, coming)
+            found = compute_outputs(self._model, given, hidden, 1.0, None).logprobs
+            return lambda: torch.autograd.backward(found.sum())
+
+        return self._time_fastest_pass(pass_)
+
+    def _time_fastest_pass(self, pass_: Callable[[], Callable[[], object]]) -> tuple[float, float]:
+        """Seconds forward and backward, of a few passes after one that is not counted."""
+        times = []
+        for _ in range(1 + REPEATS):
+            began_s = self._read_clock_s()
+            with torch.enable_grad():
+                back = pass_()
+            between_s = self._read_clock_s()
+            back()
+            times.append((between_s - began_s, self._read_clock_s() - between_s))
+            self._model.zero_grad(set_to_none=True)
+        forward, backward = zip(*times[1:], strict=True)
+        return min(forward), min(backward)
+
+    def _read_clock_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock.monotonic()
+
+    def _make_device_bin(self, length: int) -> DeviceBin:
+        tokens = (np.arange(length) % self._model.config.vocab_size).astype(np.int32)
+        nothing = np.zeros(length, np.float32)
+        whole = Bin(
+            tokens=tokens,
+            targets=tokens,
+            positions=np.arange(length, dtype=np.int32),
+            starts=np.array([0, length], np.int32),
+            mask=np.ones(length, np.bool_),
+            fresh=np.ones(length, np.bool_),
+            behaviour=nothing,
+            advantage=nothing,
+            weight=nothing,
+        )
+        return move_bin_to_device(whole, self._device)
+
+    def _draw_normal(self, rows: int, like: MixtureOfExperts) -> Tensor:
+        generator = torch.Generator(self._device).manual_seed(rows)
+        width = like.config.hidden_size
+        return torch.randn(rows, width, generator=generator, device=self._device).to(like.down)
+
+
+MEASURE_TIMEOUT_S = 300.0  # three curves, of which each takes up to its budget and one more pass
+
+
+async def load_or_measure_profile(mesh: Mesh, data: JobData) -> dict[str, Any]:
+    """Return what a rank publishes of its accelerator, for the planner; or nothing."""
+    accelerator = mesh.settings.accelerator
+    name = match_kind(accelerator) or accelerator
+    about = _build_profile_key(data, name)
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(mesh.settings.run_root) / "mesh" / "profiles" / f"{digest}.json"
+    if (kept := _read_profile(path)) is not None:
+        return {"profile": kept}
+    training = data.config.training
+    try:
+        found = await mesh.host.run_blocking(
+            measure_profile,
+            load_model_config(data),
+            torch.device(data.config.mesh.device),
+            DTYPES[training.dtype],
+            training.bin_tokens,
+            mesh.clock,
+            name,
+            deadline_s=MEASURE_TIMEOUT_S,
+        )
+    except (RuntimeError, MeshError) as error:  # as where memory is too small
+        mesh.telemetry.log.warning("no profile of this accelerator", kind=name, error=str(error))
+        return {}
+    told = found.encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mesh.host.replace_file(path, json.dumps(told).encode())
+    mesh.telemetry.log.info("profile", kind=name, backward=round(found.backward_factor, 2))
+    return {"profile": told}
+
+
+def _build_profile_key(data: JobData, name: str) -> dict[str, Any]:
+    config, training = load_model_config(data), data.config.training
+    shape = {key: value for key, value in asdict(config).items() if key != "source"}
+    return {
+        "model": shape,
+        "dtype": training.dtype,
+        "longest": training.bin_tokens,
+        "kind": name,
+        "torch": torch.__version__,
+    }
+
+
+def _read_profile(path: Path) -> dict[str, Any] | None:
+    """What was measured before; None: nothing that can be read."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+        parse_accelerator_costs(told["kind"], "a kept profile")
+        return told if float(told["backward"]) > 0 else None
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):
+        return None

@@ -1,0 +1,151 @@
+"""A decoder cut at its mixture layers: what attention ranks compute of it, piece by piece.
+
+A piece begins with what the experts of one mixture layer made, and ends with what goes to those of
+the next one. Autograd is cut there: the gradient of what went out comes back from the experts, that
+of the routing from the piece that follows, and one backward pass of the piece takes both, so that
+each weight is passed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from meshrl.common.model.network.decoder import Decoder, MoeDecoderLayer
+from meshrl.services.trainer.models.forward import DeviceBin
+
+
+class PieceOutputs(NamedTuple):
+    """What a piece ends with, of n tokens."""
+
+    residual: Tensor  # [n, hidden_size]
+    routing_weights: Tensor  # [n, k], of what the chosen experts will make
+    expert_inputs: Tensor  # [n, hidden_size]: what goes to them
+    balance_loss: Tensor  # scalar, see `meshrl.common.model.network.moe.RouterOutput`
+
+
+class PieceInputs(NamedTuple):
+    """What the next piece begins with: leaves of its graph."""
+
+    residual: Tensor
+    routing_weights: Tensor
+    expert_outputs: Tensor  # [n, k, hidden_size]: what the experts made
+
+
+class DecoderPieces:
+    """Those of a model, one more than it has mixture layers; the last ends with hidden states."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self.moe_layers = list(model.config.sparse_layers)
+        self.hidden_size = model.config.hidden_size  # of a row
+        self.dtype = model.final_norm.dtype  # of passes
+
+    def run_first(self, device_bin: DeviceBin) -> tuple[PieceOutputs, Tensor]:
+        """Piece 0 of a bin, and the experts [n, k] that its tokens are sent to."""
+        return self._run_to_experts(
+            0, device_bin, embedding(device_bin.tokens, self._model.embedding)
+        )
+
+    def run_next(
+        self, number: int, device_bin: DeviceBin, inputs: PieceInputs
+    ) -> tuple[PieceOutputs, Tensor]:
+        """A piece behind the first that is not the last one."""
+        return self._run_to_experts(number, device_bin, self._combine_experts(number, inputs))
+
+    def run_last(self, device_bin: DeviceBin, inputs: PieceInputs) -> Tensor:
+        """[n, hidden_size], normalised: hidden states."""
+        model = self._model
+        hidden = self._combine_experts(len(self.moe_layers), inputs)
+        hidden = self._run_dense_layers(
+            device_bin, hidden, self.moe_layers[-1] + 1, model.config.layers
+        )
+        return model.pointwise.rms_norm(hidden, model.final_norm, model.config.norm_eps)
+
+    def _combine_experts(self, number: int, inputs: PieceInputs) -> Tensor:
+        experts = self.get_moe_layer(number - 1).experts
+        return inputs.residual + experts.combine(inputs.routing_weights, inputs.expert_outputs)
+
+    def _run_to_experts(
+        self, number: int, device_bin: DeviceBin, hidden: Tensor
+    ) -> tuple[PieceOutputs, Tensor]:
+        index = self.moe_layers[number]
+        begin = self.moe_layers[number - 1] + 1 if number else 0
+        hidden = self._run_dense_layers(device_bin, hidden, begin, index)
+        layer, model = self.get_moe_layer(number), self._model
+        cos, sin = model.lookup_rotations(device_bin.positions)(index)
+        hidden = layer.attend(hidden, cos, sin, index, device_bin.attention)
+        x = model.pointwise.rms_norm(hidden, layer.mlp_norm, model.config.norm_eps)
+        sent = device_bin.expert_ids[..., number, :] if device_bin.expert_ids is not None else None
+        chosen = layer.experts.route(x, sent, device_bin.loss_mask)
+        if model.config.shared_ffn_size:
+            hidden = hidden + layer.experts.compute_shared_expert(x)
+        return PieceOutputs(hidden, chosen.expert_weights, x, chosen.balance_loss), chosen.experts
+
+    def _run_dense_layers(
+        self, device_bin: DeviceBin, hidden: Tensor, begin: int, end: int
+    ) -> Tensor:
+        rotation = self._model.lookup_rotations(device_bin.positions)
+        for index in range(begin, end):
+            cos, sin = rotation(index)
+            hidden = self._model.layers[index](hidden, cos, sin, index, device_bin.attention)
+        return hidden
+
+    def get_moe_layer(self, moe_layer: int) -> MoeDecoderLayer:
+        """The mixture layer of this number among such."""
+        found = self._model.layers[self.moe_layers[moe_layer]]
+        assert isinstance(found, MoeDecoderLayer)
+        return found
+
+
+class PiecePass:
+    """A piece's pass over one bin: forward now, backward later, or `again` from its inputs."""
+
+    def __init__(
+        self,
+        piece: Callable[[PieceInputs | None], tuple[tuple[Tensor, ...], Tensor]],
+        inputs: PieceInputs | None,
+        recompute: bool,
+    ) -> None:
+        """`piece` returns what it ends with, which has gradients, and what has none."""
+        self._piece, self._recompute = piece, recompute
+        self._inputs = None if inputs is None else PieceInputs(*(t.detach() for t in inputs))
+        with torch.set_grad_enabled(not recompute):
+            ends, self.expert_ids = self._run()
+        self.outputs = tuple(tensor.detach() for tensor in ends)
+        self._graph_outputs: tuple[Tensor, ...] | None = None if recompute else ends
+
+    def _run(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        if torch.is_grad_enabled():
+            for tensor in self._inputs or ():
+                tensor.requires_grad_(True)
+        return self._piece(self._inputs)
+
+    def backward(self, gradients: tuple[Tensor | None, ...]) -> PieceInputs | None:
+        """The gradients of what came in, given those of `ends`."""
+        ends = self._graph_outputs
+        if ends is None:
+            with torch.enable_grad():
+                ends, _ = self._run()
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(ends, gradients, strict=True)
+            if gradient is not None and end.requires_grad
+        ]
+        self._graph_outputs = None
+        torch.autograd.backward([end for end, _ in pairs], [gradient for _, gradient in pairs])
+        if self._inputs is None:
+            return None
+        found = (take_gradient(tensor) for tensor in self._inputs)
+        return PieceInputs(*found)
+
+
+def take_gradient(tensor: Tensor) -> Tensor:
+    """Its gradient, which it gives up."""
+    gradient = tensor.grad
+    tensor.grad = None
+    return torch.zeros_like(tensor) if gradient is None else gradient

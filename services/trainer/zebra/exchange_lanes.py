@@ -1,0 +1,240 @@
+"""The two lanes of a zebra gang, in which rows go to experts and back: each is a thread with a
+process group of its own, so that both directions move while the rank computes.
+
+A lane takes its exchanges one by one, in an order that all ranks know. On a GPU it has a stream of
+its own, and whoever uses what has come waits for an event of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrl.common.base.clock import Clock
+from meshrl.common.base.errors import RankLost
+from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
+
+MIN_TRANSFER_S = 1e-6  # of a transfer that is paced
+WAKE_UP_S = 3e-4  # in which a thread that slept is awake again
+
+
+class ExchangeKey(NamedTuple):
+    is_backward: bool
+    moe_layer: int  # number of the mixture layer
+    micro_batch: int
+
+
+@dataclass
+class Exchange:
+    """What goes from this rank to others in one step of a lane, and what comes from them.
+
+    `counts` [experts that lie there], int64, go before rows where the other end cannot know how
+    many come; else `sizes` says how many rows come from whom, by the time that they do.
+    """
+
+    key: ExchangeKey
+    needs_input: bool  # until `ExchangeLane.send` or `ExchangeLane.mark_ready`
+    sends_counts: bool  # whether counts go first
+    source_ranks: Mapping[
+        int, int
+    ]  # ranks that give something to this one: the length of their counts
+    row_width: int  # of a row
+    dtype: torch.dtype
+    get_receive_sizes: Callable[[], Mapping[int, int]] = dict
+    sent_rows: Mapping[int, Tensor] = field(default_factory=dict)  # that go, by rank
+    sent_counts: Mapping[int, Tensor] = field(default_factory=dict)
+    received_rows: dict[int, Tensor] = field(default_factory=dict)  # until they are taken
+    received_counts: dict[int, Tensor] = field(default_factory=dict)
+
+
+class RoundSync:
+    """What both lanes and the arithmetic of a rank wait at: who fails ends it for all."""
+
+    def __init__(self, clock: Clock, deadline_s: float) -> None:
+        self.condition = threading.Condition()
+        self.now = clock.monotonic
+        self._deadline_s = deadline_s
+        self._failure: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody waits any more in this round."""
+        with self.condition:
+            self._failure = self._failure or error
+            self.condition.notify_all()
+
+    def wait(self, is_ready: Callable[[], bool], description: str) -> None:
+        """Until it is there, with the condition held; what another part has raised, or RankLost."""
+        found = self.condition.wait_for(lambda: bool(self._failure) or is_ready(), self._deadline_s)
+        if self._failure is not None:
+            raise self._failure
+        if not found:
+            raise RankLost(f"{description} took over {self._deadline_s:g} s")
+
+    def sleep_until(self, until_s: float) -> None:
+        """Do nothing until then (monotonic); the very end is not slept through."""
+        with self.condition:
+            while not self._failure and (left_s := until_s - WAKE_UP_S - self.now()) > 0:
+                self.condition.wait(left_s)
+        while not self._failure and self.now() < until_s:
+            pass
+
+
+class ExchangeLane:
+    """One direction. With `pace`, what a rank gives takes what a transfer does at least."""
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        emulation: ZebraEmulation | None = None,
+    ) -> None:
+        """All ranks of the group make it together, as NCCL wants for its first call."""
+        self._name, self._group, self._device = name, group, device
+        self._emulation = emulation
+        self._stream: Any = None  # of its own on a GPU; elsewhere there are none
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._sync: RoundSync
+        self._ready_events: dict[ExchangeKey, Any] = {}  # events after which what is given is there
+        self._done_events: dict[ExchangeKey, Any] = {}
+        self._exchanges: dict[ExchangeKey, Exchange] = {}
+        self.transfers: list[tuple[float, float]] = []  # what this rank gave in the last round
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    @contextmanager
+    def run_round(self, exchanges: Sequence[Exchange], sync: RoundSync) -> Iterator[None]:
+        """Runs these exchanges, in this order, within the block, whose end waits for them."""
+        self._sync, self.transfers = sync, []
+        self._ready_events, self._done_events = {}, {}
+        self._exchanges = {one.key: one for one in exchanges}
+        about = list(exchanges), sync
+        thread = threading.Thread(
+            target=self._run_exchanges, args=about, name=self._name, daemon=True
+        )
+        thread.start()
+        try:
+            yield
+            with sync.condition:
+                sync.wait(lambda: len(self._done_events) == len(exchanges), self._name)
+        except BaseException as error:
+            sync.fail(error)  # a thread that waits in the group ends with that
+            raise
+        thread.join()
+        self._exchanges = {}
+
+    def send(
+        self,
+        key: ExchangeKey,
+        rows: Mapping[int, Tensor],
+        counts: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """What this rank has to give in an exchange, by rank."""
+        exchange = self._exchanges[key]
+        exchange.sent_rows, exchange.sent_counts = rows, counts or {}
+        self.mark_ready(key)
+
+    def mark_ready(self, key: ExchangeKey) -> None:
+        """It is known from now on how much comes in an exchange."""
+        with self._sync.condition:
+            self._ready_events[key] = self._record_event()
+            self._sync.condition.notify_all()
+
+    def receive(self, key: ExchangeKey) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Wait for an exchange: the rows that came, by rank, now the caller's, and counts."""
+        with self._sync.condition:
+            self._sync.wait(lambda: key in self._done_events, f"{self._name} of {key}")
+            event = self._done_events[key]
+        exchange = self._exchanges[key]
+        if event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(event)
+            for tensor in (*exchange.received_rows.values(), *exchange.received_counts.values()):
+                tensor.record_stream(stream)
+        rows, exchange.received_rows = exchange.received_rows, {}
+        return rows, exchange.received_counts
+
+    def count_received(self, key: ExchangeKey) -> dict[int, int]:
+        """How many rows came in an exchange that was counted, by rank."""
+        counts = self._exchanges[key].received_counts
+        return {rank: int(some.sum()) for rank, some in counts.items()}
+
+    def _record_event(self) -> Any:
+        if self._stream is None:
+            return None
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def _run_exchanges(self, exchanges: Sequence[Exchange], sync: RoundSync) -> None:
+        stream: Any = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        try:
+            with torch.no_grad(), stream:
+                for exchange in exchanges:
+                    self._run_exchange(exchange, sync)
+        except BaseException as error:
+            sync.fail(error)
+
+    def _run_exchange(self, exchange: Exchange, sync: RoundSync) -> None:
+        if exchange.needs_input:
+            with sync.condition:
+                sync.wait(lambda: exchange.key in self._ready_events, f"what goes to {self._name}")
+            if self._stream is not None:
+                self._stream.wait_event(self._ready_events[exchange.key])
+        began_s = sync.now()
+        wanted_s = 0.0
+        if self._emulation is not None and exchange.sent_rows:
+            wanted_s = self._emulation.predict_transfer_s(
+                sum(map(len, exchange.sent_rows.values()))
+            )
+        if self._emulation is not None and wanted_s > MIN_TRANSFER_S:
+            sync.sleep_until(began_s + wanted_s)
+            self._emulation.record(wanted_s, sync.now() - began_s)
+            self.transfers.append((began_s, sync.now()))
+        self._transfer_rows(exchange)
+        with sync.condition:
+            self._done_events[exchange.key] = self._record_event()
+            sync.condition.notify_all()
+
+    def _transfer_rows(self, exchange: Exchange) -> None:
+        sizes = exchange.get_receive_sizes()
+        if exchange.sends_counts:
+            lengths = {rank: (n,) for rank, n in exchange.source_ranks.items()}
+            exchange.received_counts = self._send_and_receive(
+                exchange.sent_counts, lengths, torch.int64
+            )
+            sizes = {rank: int(counts.sum()) for rank, counts in exchange.received_counts.items()}
+        shapes = {rank: (sizes[rank], exchange.row_width) for rank in exchange.source_ranks}
+        exchange.received_rows = self._send_and_receive(exchange.sent_rows, shapes, exchange.dtype)
+        exchange.sent_rows, exchange.sent_counts = {}, {}
+
+    def _send_and_receive(
+        self,
+        outgoing: Mapping[int, Tensor],
+        shapes: Mapping[int, tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> dict[int, Tensor]:
+        """What comes of sending some tensors and receiving others, all of them at once."""
+        came = {
+            rank: torch.empty(shape, dtype=dtype, device=self._device)
+            for rank, shape in shapes.items()
+        }
+        group, rank_of = self._group, dist.get_global_rank
+        sent = {rank: tensor.contiguous() for rank, tensor in outgoing.items()}
+        ops = [
+            dist.P2POp(operation, tensor, rank_of(group, rank), group)
+            for operation, tensors in ((dist.isend, sent), (dist.irecv, came))
+            for rank, tensor in sorted(tensors.items())
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        if self._stream is not None:
+            for tensor in outgoing.values():
+                tensor.record_stream(self._stream)
+        return came

@@ -1,0 +1,85 @@
+"""What a rank computes with its experts, of one layer and micro-batch, for all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshrl.common.model.network.moe import MixtureOfExperts, order_by_expert
+
+
+@dataclass
+class ExpertPass:
+    """A forward pass of the experts of a layer, whose backward is still to come."""
+
+    experts: MixtureOfExperts
+    sizes: dict[int, int]  # rows of each attention rank
+    order: Tensor  # int64 [m]: rows as they came, those of an expert side by side
+    expert_ends: Tensor  # int64 [experts here]
+    rows: Tensor  # [m, hidden_size], in that order; a leaf of the graph
+    outputs: Tensor | None  # [m, hidden_size] with its graph; None: it is computed again
+
+
+def run_forward(
+    experts: MixtureOfExperts,
+    counts: Mapping[int, Tensor],
+    rows: Mapping[int, Tensor],
+    keep_graph: bool,
+    recompute: bool,
+) -> tuple[dict[int, Tensor], ExpertPass]:
+    """Return what experts make of ranks' sorted rows; `keeps` its graph, or makes it `again`."""
+    sources = sorted(rows)
+    came = torch.stack([counts[rank] for rank in sources])  # [attention ranks, experts here]
+    order = order_by_expert(came)
+    whole = torch.cat([rows[rank] for rank in sources]).index_select(0, order)
+    graph = keep_graph and not recompute
+    made = ExpertPass(
+        experts,
+        {rank: len(rows[rank]) for rank in sources},
+        order,
+        came.sum(0).cumsum(0),
+        whole.requires_grad_(keep_graph and len(whole) > 0),
+        None,
+    )
+    with torch.set_grad_enabled(graph):
+        found = _compute_experts(made)
+    if graph:
+        made.outputs = found
+    return _split_by_rank(made, found.detach()), made
+
+
+def run_backward(expert_pass: ExpertPass, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The gradients of the rows of each attention rank, given those of what was made of them."""
+    sources = sorted(expert_pass.sizes)
+    slope = torch.cat([gradients[rank] for rank in sources]).index_select(0, expert_pass.order)
+    if not len(slope):
+        return {rank: gradients[rank] for rank in sources}
+    found = expert_pass.outputs
+    if found is None:
+        with torch.enable_grad():
+            found = _compute_experts(expert_pass)
+    expert_pass.outputs = None
+    torch.autograd.backward(found, slope)
+    assert expert_pass.rows.grad is not None
+    return _split_by_rank(expert_pass, expert_pass.rows.grad)
+
+
+def _compute_experts(expert_pass: ExpertPass) -> Tensor:
+    if not len(expert_pass.rows):
+        return expert_pass.rows
+    experts = expert_pass.experts
+    return experts.compute_experts(
+        expert_pass.rows, expert_pass.expert_ends, experts.gate_up, experts.down
+    )
+
+
+def _split_by_rank(expert_pass: ExpertPass, ordered: Tensor) -> dict[int, Tensor]:
+    """Rows in the order in which they came, by attention rank."""
+    back = torch.empty_like(ordered)
+    back[expert_pass.order] = ordered
+    sources = sorted(expert_pass.sizes)
+    parts = torch.split(back, [expert_pass.sizes[rank] for rank in sources])
+    return dict(zip(sources, parts, strict=True))

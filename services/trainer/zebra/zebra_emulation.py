@@ -1,0 +1,94 @@
+"""A gang that trains a mixture, its tasks and transfers padded to declared accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import CPU, match_kind
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.hardware.zebra.costs import BACKWARD_FACTOR, CHECKPOINTED_BACKWARD_FACTOR
+from meshrl.common.hardware.zebra.declared_profiles import build_declared_profile
+from meshrl.common.hardware.zebra.expert_parallel import compute_passes_s
+from meshrl.common.hardware.zebra.profile import AcceleratorCosts, CostCurve, MixtureProfile
+from meshrl.common.hardware.zebra.schedule import TaskKind
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.bundle.model_shape import load_model_config
+from meshrl.common.job.emulation import LATE_SHARE, parse_emulation_scale
+
+
+@dataclass
+class ZebraEmulation:
+    """A rank's pace: its accelerator's `kind`, and what `tokens` a real one stands for."""
+
+    profile: MixtureProfile
+    costs: AcceleratorCosts
+    token_scale: float = 1.0
+    emulated_steps: int = field(default=0, init=False)  # tasks and transfers so far
+    late_steps: int = field(default=0, init=False)  # of them, that took longer than their pace
+
+    def predict_task_s(self, work: TaskKind, backward: bool, sizes: Sequence[float]) -> float:
+        """Seconds of a task: of attention on such sequences, or of experts that get such rows."""
+        curve = self.costs.attention if work is TaskKind.ATTENTION else self.costs.experts
+        times = self.profile.backward if backward else 1.0
+        return times * self._sum_curve_s(curve, sizes)
+
+    def predict_head_s(self, tokens: float, with_backward: bool) -> float:
+        """Of the last piece, which goes back at once if it does."""
+        return (1.0 + BACKWARD_FACTOR * with_backward) * self._sum_curve_s(
+            self.costs.head, [tokens]
+        )
+
+    def predict_transfer_s(self, rows: int) -> float:
+        """Of a transfer in which a rank gives so many rows."""
+        seconds = rows * self.token_scale * self.profile.row_bytes / self.profile.link_bytes_per_s
+        return self.profile.link_latency_s + seconds
+
+    def predict_bin_s(
+        self, lengths: Sequence[float], expert_parallel: int, with_backward: bool = True
+    ) -> float:
+        """Seconds of a bin, and `back`, on a rank like all others with experts over `degree`."""
+        profile, tokens = self.profile, sum(lengths)
+        rows = tokens * profile.experts_per_token * expert_parallel / profile.experts
+        layer = self._sum_curve_s(self.costs.attention, lengths)
+        layer += profile.experts / expert_parallel * self._sum_curve_s(self.costs.experts, [rows])
+        head = self._sum_curve_s(self.costs.head, [tokens])
+        return compute_passes_s(
+            profile, layer, head, self.token_scale * tokens, expert_parallel, with_backward
+        )
+
+    def record(self, target_s: float, took_s: float) -> None:
+        """Something that was to take so long has ended."""
+        self.emulated_steps += 1
+        self.late_steps += took_s > (1.0 + LATE_SHARE) * target_s
+
+    @property
+    def late_counts(self) -> dict[str, int]:
+        return {"paced": self.emulated_steps, "late": self.late_steps}
+
+    def _sum_curve_s(self, curve: CostCurve | None, sizes: Sequence[float]) -> float:
+        assert curve is not None, "it is known of the kind of ranks with attention"
+        return sum(curve.interpolate_s(self.token_scale * size) for size in sizes)
+
+
+def build_emulation(data: JobData, accelerator: str) -> ZebraEmulation | None:
+    """The pace of a rank on an accelerator of this name, in real seconds; None where the job has
+    its ranks compute as fast as they can. ConfigError for an accelerator of no declared kind.
+    """
+    training = data.config.training
+    pace = parse_emulation_scale(training.pace)
+    if pace is None:
+        return None
+    kind = match_kind(accelerator)
+    if kind in ("", CPU):
+        raise ConfigError(
+            f"training.pace is that of declared accelerators, and a rank is on {accelerator}",
+            where="training.pace",
+            fix="say what CPU slots stand for, as MESHRL_STAND_FOR=A40,A40,V100, when they start",
+        )
+    shape = ModelShape.from_config(load_model_config(data))
+    profile = build_declared_profile(shape, kind, kind)
+    again = CHECKPOINTED_BACKWARD_FACTOR if training.activation_checkpointing else BACKWARD_FACTOR
+    profile = replace(profile, backward=again).scale_time(pace.time_scale)
+    return ZebraEmulation(profile, profile.fast, pace.token_scale)

@@ -1,0 +1,46 @@
+"""What each rank of a zebra gang has: attention ranks come first, then expert ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.common.model.network.moe import is_expert_matrix
+from meshrl.services.trainer.sharding.row_ownership import split_evenly
+
+
+@dataclass(frozen=True)
+class ZebraOwnership:
+    """See `RowOwnership`. `hosted[i]`: experts of the i-th mixture layer that each attention rank
+    has,
+    its first ones; the expert ranks share the rest. All other parameters are cut over the attention
+    ranks.
+    """
+
+    attention_ranks: int
+    expert_ranks: int
+    moe_layers: tuple[int, ...]  # their numbers among all layers
+    experts_per_layer: int
+    hosted_experts: tuple[int, ...]
+
+    def get_rows(self, name: str, total: int, rank: int) -> slice:
+        if is_expert_matrix(name):
+            return self.get_experts(self.moe_layers.index(int(name.split(".")[1])), rank)
+        if rank < self.attention_ranks:
+            return split_evenly(total, rank, self.attention_ranks)
+        return slice(total, total)
+
+    def get_experts(self, moe_layer: int, rank: int) -> slice:
+        """The experts that a rank has of the mixture layer of this number."""
+        hosted = self.hosted_experts[moe_layer]
+        if rank < self.attention_ranks:
+            return slice(rank * hosted, (rank + 1) * hosted)
+        first, number = self.attention_ranks * hosted, rank - self.attention_ranks
+        left = self.experts_per_layer - first
+        begin, end = (left * n // self.expert_ranks for n in (number, number + 1))
+        return slice(first + begin, first + end)
+
+    def list_owners(self, moe_layer: int) -> list[int]:
+        """The ranks that have experts of a layer, in the order of these."""
+        ranks = range(self.attention_ranks + self.expert_ranks)
+        own = ((rank, self.get_experts(moe_layer, rank)) for rank in ranks)
+        return [rank for rank, rows in own if rows.stop > rows.start]

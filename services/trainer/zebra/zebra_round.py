@@ -1,0 +1,380 @@
+"""One rank's part in a round of a zebra gang: its tasks in their order, and what goes between them.
+
+Every attention rank has `micros` bins. What its tokens are sent to is sorted by expert, so that the
+rows of each rank that has experts lie side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.hardware.zebra.schedule import (
+    ScheduledTask,
+    TaskKind,
+    order_attention_tasks,
+    order_expert_tasks,
+)
+from meshrl.common.model.network.moe import invert_permutation
+from meshrl.services.trainer.models.forward import DeviceBin
+from meshrl.services.trainer.zebra import expert_passes as of_experts
+from meshrl.services.trainer.zebra.decoder_pieces import (
+    DecoderPieces,
+    PieceInputs,
+    PieceOutputs,
+    PiecePass,
+)
+from meshrl.services.trainer.zebra.exchange_lanes import (
+    Exchange,
+    ExchangeKey,
+    ExchangeLane,
+    RoundSync,
+)
+from meshrl.services.trainer.zebra.expert_passes import ExpertPass
+from meshrl.services.trainer.zebra.zebra_emulation import ZebraEmulation
+from meshrl.services.trainer.zebra.zebra_ownership import ZebraOwnership
+
+# Of micro-batch, ..; the gradients of what came.
+RunHead = Callable[[int, DeviceBin, PieceInputs], PieceInputs | None]
+
+
+@dataclass(frozen=True)
+class SortedRouting:
+    """How the rows of a micro-batch that go to the experts of a layer are ordered."""
+
+    order: Tensor  # int64 [n * k]: choices, by expert
+    inverse: Tensor  # int64 [n * k]: its inverse
+    expert_counts: dict[int, Tensor]  # int64 [experts there], by rank
+    row_counts: dict[int, int]  # rows, by rank
+
+
+@dataclass
+class ComputedSpan:
+    """When a task was computed, on the monotonic clock."""
+
+    task: ScheduledTask
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class MicroBatch:
+    """What a rank remembers of one micro-batch between its tasks."""
+
+    device_bin: DeviceBin
+    lengths: Sequence[int]  # of its sequences
+    balance_weight: Tensor  # scalar: weight of a layer's balance loss
+    piece_passes: dict[int, PiecePass] = field(default_factory=dict)  # by piece
+    routings: dict[int, SortedRouting] = field(default_factory=dict)  # by mixture layer
+    gradient: PieceInputs | None = None  # the gradients that the next piece has given
+
+
+class ZebraRound:
+    """It blocks: lanes are threads, and whoever needs something waits for it."""
+
+    def __init__(
+        self,
+        ownership: ZebraOwnership,
+        rank: int,
+        pieces: DecoderPieces,
+        lanes: tuple[ExchangeLane, ExchangeLane],
+        deadline_s: float,
+        recompute: bool,
+        emulation: ZebraEmulation | None = None,
+    ) -> None:
+        """`lanes`: dispatch and combine. `deadline_s`: for what another rank has to give. `again`:
+        what a task computed is computed again on the way back.
+        """
+        self._ownership, self._rank, self._pieces = ownership, rank, pieces
+        self._dispatch, self._combine = lanes
+        self._clock, self._deadline_s = SystemClock(), deadline_s
+        self._sync = RoundSync(self._clock, deadline_s)
+        self._recompute, self._emulation = recompute, emulation
+        self._hidden_size, self._dtype = pieces.hidden_size, pieces.dtype
+        self._has_attention = rank < ownership.attention_ranks
+        self._moe_layer_count = len(ownership.moe_layers)
+        self._micro_batches: list[MicroBatch] = []
+        self._expert_passes: dict[
+            tuple[int, int], ExpertPass
+        ] = {}  # by mixture layer and micro-batch
+        # Rows that stay here, and counts.
+        self._own_rows: dict[ExchangeKey, tuple[Tensor, Tensor | None]] = {}
+        self._own_outputs: dict[ExchangeKey, Tensor] = {}
+        self._keep_graphs = True
+        self.spans: list[ComputedSpan] = []
+
+    def run_tasks(
+        self,
+        own_micro_batches: Sequence[MicroBatch],
+        micro_batch_count: int,
+        head: RunHead,
+        forward_only: bool,
+    ) -> None:
+        """All tasks of this rank. `given`: its micro-batches, of an expert rank none."""
+        self._micro_batches, self._keep_graphs = list(own_micro_batches), not forward_only
+        self._expert_passes, self._own_rows, self._own_outputs = {}, {}, {}
+        self.spans = []
+        self._sync = shared = RoundSync(self._clock, self._deadline_s)
+        keys = [
+            ExchangeKey(t.backward, t.layer, t.micro_batch)
+            for t in order_expert_tasks(self._moe_layer_count, micro_batch_count)
+        ]
+        keys = [key for key in keys if not (forward_only and key.is_backward)]
+        dispatched = [one for key in keys if (one := self._make_dispatch(key))]
+        combined = [one for key in keys if (one := self._make_combine(key))]
+        here = [
+            own.stop > own.start for own in map(self._get_own_experts, range(self._moe_layer_count))
+        ]
+        if self._has_attention:
+            order = order_attention_tasks(self._moe_layer_count, micro_batch_count, here)
+        else:
+            order = [
+                task
+                for task in order_expert_tasks(self._moe_layer_count, micro_batch_count)
+                if here[task.layer]
+            ]
+        with (
+            self._dispatch.run_round(dispatched, shared),
+            self._combine.run_round(combined, shared),
+        ):
+            for task in order:
+                if forward_only and task.backward:
+                    continue
+                if task.kind is not TaskKind.ATTENTION:
+                    self._run_experts(task)
+                elif task.backward:
+                    self._run_attention_backward(task)
+                else:
+                    self._run_attention(task, head)
+        self._micro_batches = []
+
+    def fail(self, error: BaseException) -> None:
+        """Ends a round that another thread computes."""
+        self._sync.fail(error)
+
+    @property
+    def transfers(self) -> list[tuple[float, float]]:
+        """When this rank gave something in the last round, on the monotonic clock."""
+        return self._dispatch.transfers + self._combine.transfers
+
+    @contextmanager
+    def _time_task(self, task: ScheduledTask, sizes: Sequence[float]) -> Iterator[None]:
+        """A task of sequences of these lengths, or of so many rows of each expert."""
+        began_s, pace = self._sync.now(), self._emulation
+        yield
+        if pace is not None:
+            if task.kind is TaskKind.ATTENTION and task.layer == self._moe_layer_count:
+                wanted_s = pace.predict_head_s(sum(sizes), self._keep_graphs)
+            else:
+                wanted_s = pace.predict_task_s(task.kind, task.backward, sizes)
+            self._sync.sleep_until(began_s + wanted_s)
+            pace.record(wanted_s, self._sync.now() - began_s)
+        self.spans.append(ComputedSpan(task, began_s, self._sync.now()))
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def _run_attention(self, task: ScheduledTask, head: RunHead) -> None:
+        passed, number, j = self._micro_batches[task.micro_batch], task.layer, task.micro_batch
+        coming = self._receive_inputs(number, j) if number else None
+        with self._time_task(task, passed.lengths):
+            if number == self._moe_layer_count:
+                assert coming is not None
+                passed.gradient = head(j, passed.device_bin, coming)
+            else:
+                self._run_piece(passed, number, coming)
+        if number < self._moe_layer_count:
+            cut = passed.piece_passes[number]
+            chosen, x = cut.expert_ids, PieceOutputs(*cut.outputs).expert_inputs
+            passed.routings[number] = found = self._sort_routing(number, chosen)
+            rows = x.index_select(0, found.order // chosen.shape[1])
+            self._send_rows(ExchangeKey(False, number, j), found, rows)
+        if not self._keep_graphs:
+            passed.piece_passes.pop(number - 1, None)
+
+    def _run_piece(self, micro_batch: MicroBatch, number: int, inputs: PieceInputs | None) -> None:
+        given, pieces = micro_batch.device_bin, self._pieces
+
+        def run(coming: PieceInputs | None) -> tuple[tuple[Tensor, ...], Tensor]:
+            if coming is None:
+                return pieces.run_first(given)
+            return pieces.run_next(number, given, coming)
+
+        with torch.set_grad_enabled(self._keep_graphs):
+            micro_batch.piece_passes[number] = PiecePass(
+                run, inputs, self._recompute or not self._keep_graphs
+            )
+
+    def _run_attention_backward(self, task: ScheduledTask) -> None:
+        passed, number, j = self._micro_batches[task.micro_batch], task.layer, task.micro_batch
+        if number == self._moe_layer_count:  # its forward pass went back at once
+            self._send_back(number - 1, j)
+            return
+        slope = passed.gradient
+        assert slope is not None
+        returned = self._receive_combined(True, number, j, passed.routings[number])
+        with self._time_task(task, passed.lengths):
+            k = self._pieces.get_moe_layer(number).experts.config.experts_per_token
+            x = returned.view(-1, k, self._hidden_size).sum(1)
+            gradients = PieceOutputs(
+                slope.residual, slope.routing_weights, x, passed.balance_weight
+            )
+            passed.gradient = passed.piece_passes.pop(number).backward(gradients)
+        if number:
+            self._send_back(number - 1, j)
+
+    def _receive_inputs(self, number: int, micro_batch_index: int) -> PieceInputs:
+        passed = self._micro_batches[micro_batch_index]
+        ends = PieceOutputs(*passed.piece_passes[number - 1].outputs)
+        apart = self._receive_combined(
+            False, number - 1, micro_batch_index, passed.routings[number - 1]
+        )
+        k = self._pieces.get_moe_layer(number - 1).experts.config.experts_per_token
+        return PieceInputs(
+            ends.residual, ends.routing_weights, apart.view(-1, k, self._hidden_size)
+        )
+
+    def _send_back(self, moe_layer: int, micro_batch_index: int) -> None:
+        passed = self._micro_batches[micro_batch_index]
+        assert passed.gradient is not None
+        slope = passed.gradient.expert_outputs.reshape(-1, self._hidden_size)
+        found = passed.routings[moe_layer]
+        self._send_rows(
+            ExchangeKey(True, moe_layer, micro_batch_index),
+            found,
+            slope.index_select(0, found.order),
+        )
+
+    def _send_rows(self, key: ExchangeKey, routing: SortedRouting, rows: Tensor) -> None:
+        parts = dict(
+            zip(
+                routing.row_counts,
+                torch.split(rows, list(routing.row_counts.values())),
+                strict=True,
+            )
+        )
+        counts = {} if key.is_backward else dict(routing.expert_counts)
+        if self._rank in parts:
+            self._own_rows[key] = parts.pop(self._rank), counts.pop(self._rank, None)
+        if parts:
+            self._dispatch.send(key, parts, counts)
+            if not self._has_other_receivers(key.moe_layer):
+                self._combine.mark_ready(key)
+
+    def _sort_routing(self, moe_layer: int, expert_ids: Tensor) -> SortedRouting:
+        """How choices [n, k] lie by expert."""
+        flat = expert_ids.flatten()
+        order = flat.argsort(stable=True)
+        owners = self._ownership
+        every = torch.bincount(flat, minlength=owners.experts_per_layer)
+        own = {rank: owners.get_experts(moe_layer, rank) for rank in owners.list_owners(moe_layer)}
+        known = every.tolist()  # once: a GPU is waited for
+        counts = {rank: every[experts] for rank, experts in own.items()}
+        sizes = {rank: sum(known[experts]) for rank, experts in own.items()}
+        return SortedRouting(order, invert_permutation(order), counts, sizes)
+
+    def _receive_combined(
+        self, backward: bool, moe_layer: int, micro_batch_index: int, routing: SortedRouting
+    ) -> Tensor:
+        """[n * k, width]: what came back from all ranks, in the order of the choices."""
+        key = ExchangeKey(backward, moe_layer, micro_batch_index)
+        came = self._combine.receive(key)[0] if set(routing.row_counts) - {self._rank} else {}
+        if self._rank in routing.row_counts:
+            came[self._rank] = self._own_outputs.pop(key)
+        return torch.cat([came[rank] for rank in routing.row_counts]).index_select(
+            0, routing.inverse
+        )
+
+    # -- experts ---------------------------------------------------------------------------------
+
+    def _run_experts(self, task: ScheduledTask) -> None:
+        key, place = (
+            ExchangeKey(task.backward, task.layer, task.micro_batch),
+            (task.layer, task.micro_batch),
+        )
+        rows, counts = self._receive_rows(key)
+        sizes: list[float] = []  # rows that each expert here gets
+        if self._emulation is not None and counts:
+            sizes = torch.stack(list(counts.values())).sum(0).tolist()
+        elif self._emulation is not None:
+            ends = self._expert_passes[place].expert_ends
+            sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        with self._time_task(task, sizes):
+            if task.backward:
+                found = of_experts.run_backward(self._expert_passes.pop(place), rows)
+            else:
+                found, made = of_experts.run_forward(
+                    self._pieces.get_moe_layer(task.layer).experts,
+                    counts,
+                    rows,
+                    self._keep_graphs,
+                    self._recompute,
+                )
+                if self._keep_graphs:
+                    self._expert_passes[place] = made
+        if self._rank in found:
+            self._own_outputs[key] = found.pop(self._rank)
+        if self._has_other_receivers(task.layer):
+            self._combine.send(key, found)
+
+    def _receive_rows(self, key: ExchangeKey) -> tuple[dict[int, Tensor], Mapping[int, Tensor]]:
+        """The rows of each attention rank, and how many of them are each expert's."""
+        rows: dict[int, Tensor] = {}
+        counts: dict[int, Tensor] = {}
+        if self._list_other_attention_ranks():
+            rows, counts = self._dispatch.receive(key)
+        if self._has_attention:
+            own, own_counts = self._own_rows.pop(key)
+            rows[self._rank] = own
+            if own_counts is not None:
+                counts[self._rank] = own_counts
+        return rows, counts
+
+    # -- exchanges -------------------------------------------------------------------------------
+
+    def _get_own_experts(self, moe_layer: int) -> slice:
+        return self._ownership.get_experts(moe_layer, self._rank)
+
+    def _list_other_attention_ranks(self) -> list[int]:
+        return [rank for rank in range(self._ownership.attention_ranks) if rank != self._rank]
+
+    def _has_other_receivers(self, moe_layer: int) -> bool:
+        own = self._get_own_experts(moe_layer)
+        return own.stop > own.start and bool(self._list_other_attention_ranks())
+
+    def _make_dispatch(self, key: ExchangeKey) -> Exchange | None:
+        """What goes out to experts, as far as this rank has part in it."""
+        mixture = key.moe_layer
+        here = self._get_own_experts(mixture)
+        length = here.stop - here.start
+        sources = {rank: length for rank in self._list_other_attention_ranks()} if length else {}
+        others = set(self._ownership.list_owners(mixture)) - {self._rank}
+        if not sources and not (self._has_attention and others):
+            return None
+
+        def sizes() -> dict[int, int]:
+            return self._dispatch.count_received(key._replace(is_backward=False))
+
+        known = sizes if key.is_backward else dict
+        about = sources, self._hidden_size, self._dtype, known
+        return Exchange(key, self._has_attention, not key.is_backward, *about)
+
+    def _make_combine(self, key: ExchangeKey) -> Exchange | None:
+        _, mixture, j = key
+        others = [rank for rank in self._ownership.list_owners(mixture) if rank != self._rank]
+        sources = dict.fromkeys(others, 0) if self._has_attention else {}
+        sends = self._has_other_receivers(mixture)
+        if not sources and not sends:
+            return None
+
+        def sizes() -> dict[int, int]:
+            return {
+                rank: self._micro_batches[j].routings[mixture].row_counts[rank] for rank in sources
+            }
+
+        about = sources, self._hidden_size, self._dtype, sizes
+        return Exchange(key, True, False, *about)

@@ -1,0 +1,216 @@
+"""Directories that are made whole or not at all, whenever whoever makes them is killed: beside the
+place that is meant, and then put there in one step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError, MeshError, NotFound, Refused, StorageFull
+from meshrl.common.base.files.append_file import DISK_FULL_ERRNOS
+from meshrl.common.base.files.disk_sync import fsync_path, fsync_tree
+from meshrl.common.base.files.remote_directory import is_url, redact_url
+
+EXPORT_MARKER = (
+    "meshrl.json"  # marks a directory that an export wrote, and the next one may replace
+)
+NEW_FOLDER = (
+    "made"  # what is being made, in a scratch directory: no model is opened by that one's name
+)
+OLD_FOLDER = "old"  # beside it: what it replaces, for a moment
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+_UNSUPPORTED_ERRNOS = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # to this kind of disk
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
+_DENIED_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def check_replaceable(out: Path) -> None:
+    """Refused when `out` is anything but absent, empty or an export."""
+    if not out.exists() or (out / EXPORT_MARKER).is_file():
+        return
+    if not out.is_dir() or any(out.iterdir()):
+        raise Refused(
+            f"{out} was not written by an export: it has no {EXPORT_MARKER}",
+            fix="name another --out, or move it away",
+        )
+
+
+@contextmanager
+def scratch_directory(scratch: Path, out: Path | None = None) -> Iterator[Path]:
+    """An empty directory in `scratch`, to be filled and then put elsewhere. What somebody who was
+    killed has left of `scratch` goes, and all of it does in the end; what was to be replaced at
+    `out`, and was not, is there again. Refused when `scratch` is something else, or while another
+    process makes it.
+    """
+    descriptor = _lock_scratch(scratch)
+    try:
+        check_replaceable(scratch)
+        marker = scratch / EXPORT_MARKER
+        if marker.is_file() and marker.stat().st_size:
+            raise Refused(
+                f"{scratch} is an export, and the place where another one is made",
+                fix="Move it away, or name another place for that one",
+            )
+        try:
+            marker.touch()
+            _clear_scratch(scratch, out)
+            made = scratch / NEW_FOLDER
+            made.mkdir()
+            yield made
+        finally:
+            _clear_scratch(scratch, out)
+            marker.unlink(missing_ok=True)  # last: what has none is nobody's
+            with suppress(OSError):  # somebody has put something there
+                scratch.rmdir()
+    finally:
+        os.close(descriptor)
+
+
+def replace_directory(new_directory: Path, out: Path) -> None:
+    """Has `new_directory` take the place of `out`, an export or an empty directory, or nothing. At
+    every moment all of the one or of the other is there. Refused when `out` has become something
+    else.
+    """
+    fsync_tree(new_directory)
+    check_replaceable(out)
+    if not out.exists():
+        new_directory.rename(out)
+    elif not _exchange(new_directory, out):
+        out.rename(
+            new_directory.with_name(OLD_FOLDER)
+        )  # this kind of disk cannot do both in one step
+        new_directory.rename(out)
+    fsync_path(out.parent)
+
+
+def _lock_scratch(scratch: Path) -> int:
+    while True:
+        try:
+            scratch.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            with suppress(FileNotFoundError):  # whoever had it was done just now
+                if not stat.S_ISDIR(os.lstat(scratch).st_mode):
+                    raise
+            continue
+        try:
+            descriptor = os.open(scratch, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(scratch)):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise Refused(
+                f"another process writes {scratch}",
+                fix="Wait until it is done, or name another place",
+            ) from None
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _clear_scratch(scratch: Path, out: Path | None) -> None:
+    """Removes what is there but for the marker; what `put` has taken from `out` goes back first,
+    if nothing took its place.
+    """
+    if out is not None and (scratch / OLD_FOLDER).exists() and not out.exists():
+        (scratch / OLD_FOLDER).rename(out)
+    for left in scratch.iterdir():
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        elif left.name != EXPORT_MARKER:
+            left.unlink()
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether both have changed their places, in one step."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    swap = getattr(libc, "renameat2", None)
+    if swap is None:
+        return False
+    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in _UNSUPPORTED_ERRNOS:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def check_import(directory: Path, run: Path) -> None:
+    """Returns if a directory may hold a model, and `run` may be made of it; NotFound, ConfigError,
+    Refused.
+    """
+    if not directory.is_dir():
+        file = directory.exists()
+        raise NotFound(
+            f"{directory} is no directory" if file else f"there is no directory {directory}",
+            fix="Name a Hugging Face directory",
+        )
+    if (directory / "job.json").is_file():
+        raise Refused(
+            f"{directory} is a run already",
+            fix="Name a Hugging Face directory, as its `model` is one",
+        )
+    if not (directory / TOKENIZER_FILE).is_file():
+        raise ConfigError(
+            f"{directory} has no {TOKENIZER_FILE}",
+            fix="Save its tokenizer there: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{directory} has no {CONFIG_FILE}",
+            fix="Name a directory as `save_pretrained` writes one; of adapters, the merged model's",
+        )
+    if run.exists():
+        raise Refused(f"{run} is there already", fix="Name another --out")
+
+
+def check_export_target(out: str) -> None:
+    """Returns if a model may be written there, as far as that can be told at once; ConfigError,
+    Refused when something else lies there.
+    """
+    if not is_url(out):
+        if not Path(out).resolve().name:
+            raise ConfigError(f"{out} takes no model", fix="Name a directory of its own: --out DIR")
+        check_replaceable(Path(out))
+    elif out.startswith("memory://"):
+        raise ConfigError(
+            f"{redact_url(out)} ends with the process that writes there",
+            where="--out",
+            fix="Take s3://BUCKET/PATH, gs://, file:///DIRECTORY, ...",
+        )
+
+
+def convert_os_error(error: OSError) -> MeshError:
+    """What a person is told of a file that cannot be read or written."""
+    why = error.strerror or str(error)
+    where = str(error.filename2 or error.filename or "")
+    if error.errno in DISK_FULL_ERRNOS:
+        return StorageFull(
+            f"there is no room: {why}",
+            where=where,
+            fix="Free some, or name a place on another disk; nothing is left there half",
+        )
+    if error.errno in _DENIED_ERRNOS:
+        return Refused(
+            f"this user may not do so: {why}",
+            where=where,
+            fix="Name a place that you may write to, or ask whose it is",
+        )
+    return MeshError(
+        f"a file or directory cannot be read or written: {why}",
+        where=where,
+        fix="See that the path is what you mean, and that its disk answers",
+    )

@@ -1,0 +1,279 @@
+"""Copies what another head would go on from to the mesh's durable URL: of each job its bundle, and
+each checkpoint that a commit has named. In the background: nothing waits for it.
+
+Redis is looked at for what is new; the URL is asked only when something is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshrl.common.base.errors import CorruptData, MeshError, NotFound, StateUnavailable
+from meshrl.common.base.files.remote_directory import redact_url
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.mesh.runtime.retry_policy import retry
+from meshrl.common.records.checkpoints import read_manifest
+from meshrl.common.records.durable_copy import (
+    CopyTakenOver,
+    DurableCopy,
+    DurableCopyRecord,
+    job_folder,
+)
+from meshrl.common.state import events, jobs
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.state.jobs import JobRow
+from meshrl.common.state.pool.store import pool_rows as pool
+
+T = TypeVar("T")
+POLL_S = 2.0  # between two looks for commits
+RETRY_S = 5.0  # after an error; twice as long after each further one
+MAX_RETRY_S = 60.0
+OLD_JOBS_POLL_S = 600.0  # between looks for jobs that ended long ago
+DAY_S = 86_400.0
+COPY_TIMEOUT_S = DAY_S  # of one job's files; those that are there by then are not copied again
+STALL_WARNING_S = 900.0  # without a file that was copied, until that is told: one may have many GB
+MAX_MISSED_CHECKPOINTS = (
+    3  # checkpoints in a row that were gone before they were copied, until that is told
+)
+
+
+@dataclass(frozen=True)
+class _CopiedState:
+    """What is there of a job, as `standing.json` tells it."""
+
+    phase: str = ""
+    lineage: int = -1
+    checkpoint: str = ""
+    document: str = ""  # digest
+
+    @classmethod
+    def from_row(cls, row: JobRow) -> _CopiedState:
+        document = hashlib.sha256(json.dumps(row.document).encode()).hexdigest()
+        return cls(row.phase.value, row.lineage, row.checkpoint, document)
+
+
+class DurableCopier:
+    """Does nothing in a mesh that keeps no copy."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Damaged when the file that names the URL is."""
+        self._mesh = mesh
+        self._copy_record = DurableCopyRecord.read_from(Path(mesh.settings.run_root) / "mesh")
+        self._copied_states: dict[str, _CopiedState] = {}
+        self._missed_checkpoints: dict[
+            str, int
+        ] = {}  # checkpoints in a row that came too late, by job
+        self._unknown_jobs: set[str] = (
+            set()
+        )  # jobs of the copy that Redis did not know at the last look
+        self._old_jobs_polled_at = float("-inf")
+        self.checkpoints = 0  # copied by this process
+        self.bytes = 0
+        self.errors = 0
+        self.trouble = ""  # why nothing is copied at the moment
+
+    def stats(self) -> dict[str, Any]:
+        if self._copy_record is None:
+            return {}
+        names = "checkpoints", "bytes", "errors", "trouble"
+        return {f"durable_{name}": getattr(self, name) for name in names}
+
+    async def run(self) -> None:
+        """Returns when there is no copy to keep, or another mesh has taken it over."""
+        clock, again_s = self._mesh.clock, RETRY_S
+        if self._copy_record is None:
+            return
+        copy: DurableCopy | None = None
+        while True:
+            pause_s = POLL_S
+            try:
+                copy = copy or await self._open_copy(self._copy_record)
+                await self._copy_new(copy)
+                self.trouble, again_s = "", RETRY_S
+            except CopyTakenOver as error:
+                url = redact_url(self._copy_record.url)
+                await self._report_error(error, "durable_taken_over", {"url": url})
+                return
+            except StateUnavailable:
+                pass  # nobody commits anything meanwhile
+            except MeshError as error:
+                self.errors += 1
+                copy, pause_s = None, again_s
+                again_s = min(2 * again_s, MAX_RETRY_S)
+                if str(error) != self.trouble:  # once for each error
+                    await self._report_error(error, "durable_failed", {"error": str(error)})
+            await clock.sleep(pause_s)
+
+    async def _report_error(self, error: MeshError, kind: str, fields: dict[str, Any]) -> None:
+        self.trouble = str(error)
+        self._mesh.telemetry.log.error("durable copy", error=str(error))
+        await append_event_with_retry(self._mesh, kind, fields)
+
+    async def _open_copy(self, durable: DurableCopyRecord) -> DurableCopy:
+        copy = await self._run_blocking(DurableCopy, durable.url, durable.owner)
+        if await self._run_blocking(copy.claim):
+            self._copied_states.clear()  # whatever was there
+        for job in await self._run_blocking(copy.list_jobs):
+            if job not in self._copied_states:
+                self._copied_states[job] = (
+                    await self._run_blocking(_read_copied_state, copy, job)
+                )[0]
+        return copy
+
+    async def _copy_new(self, copy: DurableCopy) -> None:
+        rows, first = await jobs.read_jobs(self._mesh.state), None
+        for row in rows:
+            try:
+                await self._copy_job(copy, row)
+            except CopyTakenOver:
+                raise
+            except MeshError as error:  # what is wrong with one job keeps no other from its copy
+                missed = self._missed_checkpoints[row.id] = (
+                    self._missed_checkpoints.get(row.id, 0) + 1
+                )
+                moved_on = True  # to another checkpoint: the files of this one may be gone
+                with suppress(NotFound):
+                    now = await jobs.read_job(self._mesh.state, row.id)
+                    moved_on = now.checkpoint != row.checkpoint
+                if missed >= MAX_MISSED_CHECKPOINTS or not moved_on:
+                    first = first or error
+        await self._remove_old_jobs(copy, self._copied_states.keys() - {row.id for row in rows})
+        if first is not None:
+            raise first
+
+    async def _copy_job(self, copy: DurableCopy, row: JobRow) -> None:
+        wanted, there = _CopiedState.from_row(row), self._copied_states.get(row.id, _CopiedState())
+        if there == wanted:
+            return
+        self._copied_states[row.id] = there  # of a copy that breaks off, too
+        if there.document != wanted.document:
+            await self._run_blocking(self._copy_bundle, copy, row)
+        if row.checkpoint and there.checkpoint != row.checkpoint:
+            began = self._mesh.clock.monotonic()
+            moved = await self._run_blocking(self._copy_checkpoint, copy, row)
+            self.checkpoints += 1
+            took = {"bytes": moved, "took_s": round(self._mesh.clock.monotonic() - began, 3)}
+            about = {"job": row.id, "checkpoint": row.checkpoint, "url": copy.public_url}
+            await events.append(self._mesh.state, "durable_copied", about | took)
+        told = asdict(wanted) | {"at": self._mesh.clock.wall()}
+        await self._run_blocking(copy.write_document, f"{job_folder(row.id)}/standing.json", told)
+        self._copied_states[row.id] = wanted
+        self._missed_checkpoints.pop(row.id, None)
+
+    def _copy_bundle(self, copy: DurableCopy, row: JobRow) -> None:
+        if not row.checkpoint:  # what is there is of an earlier job of its name
+            self._remove_unneeded(copy, row, 0)
+        there, directory = copy.list_file_digests(row.id), Path(row.document["bundle"]["dir"])
+        for name, (_, digest) in bundle_files.read_file_list(row.document).items():
+            if digest not in there:
+                self._upload(copy, row.id, str(digest), directory / name)
+        copy.write_document(
+            f"{job_folder(row.id)}/job.json", {"job": row.id, "document": row.document}
+        )
+
+    def _copy_checkpoint(self, copy: DurableCopy, row: JobRow) -> int:
+        before, home = self.bytes, Path(row.run_dir) / "checkpoints"
+        held = read_manifest(home / f"{row.checkpoint}.json")
+        there = copy.list_file_digests(row.id)
+        for name, digest in held["files"].items():
+            if digest not in there:
+                self._upload(copy, row.id, digest, home / row.checkpoint / name)
+        copy.write_document(f"{job_folder(row.id)}/checkpoints/{row.checkpoint}.json", held)
+        self._remove_unneeded(copy, row, max(1, int(row.document["training"]["keep_checkpoints"])))
+        return self.bytes - before
+
+    def _remove_unneeded(self, copy: DurableCopy, row: JobRow, max_checkpoints: int) -> None:
+        """Removes all but the `max_checkpoints` last checkpoints of the job, and files that are of
+        none. The one that was committed last stays, though a listing may not tell of it yet.
+        """
+        place, names = f"{job_folder(row.id)}/checkpoints", copy.list_checkpoints(row.id)
+        # None is newer than that one, but one that no lineage goes on from.
+        kept = [row.checkpoint, *(name for name in names if name < row.checkpoint)][
+            :max_checkpoints
+        ]
+        gone = [name for name in names if name not in kept]
+        if not gone:
+            return
+        needed = {str(digest) for _, digest in bundle_files.read_file_list(row.document).values()}
+        for name in kept:
+            needed |= set(copy.read_document(f"{place}/{name}.json")["files"].values())
+        copy.remove_files(f"{place}/{name}.json" for name in gone)
+        unneeded = sorted(copy.list_file_digests(row.id) - needed)
+        copy.remove_files(f"{job_folder(row.id)}/files/{digest}" for digest in unneeded)
+
+    def _upload(self, copy: DurableCopy, job: str, digest: str, path: Path) -> None:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # also of a checkpoint that goes at this moment
+            raise NotFound(f"{path} is missing") from None
+        copy.upload(job, digest, path)
+        self.bytes += size
+
+    # -- what goes -------------------------------------------------------------------------------
+
+    async def _remove_old_jobs(self, copy: DurableCopy, unknown_jobs: set[str]) -> None:
+        """Removes jobs that the mesh has deleted, and those that ended before it took the copy
+        over, once they are as old as those that it deletes by itself.
+        """
+        now, state = self._mesh.clock.monotonic(), self._mesh.state
+        if unknown_jobs == self._unknown_jobs and now - self._old_jobs_polled_at < OLD_JOBS_POLL_S:
+            return
+        if unknown_jobs:
+            deleted = set(await deletion.read_deleted_jobs(state))
+            keep_s = (await pool.read_settings(state)).keep_days * DAY_S
+            for job in sorted(unknown_jobs):
+                standing, at = await self._run_blocking(_read_copied_state, copy, job)
+                old = (
+                    standing.phase in jobs.TERMINAL_PHASES and self._mesh.clock.wall() - at > keep_s
+                )
+                if job in deleted or old:
+                    await self._run_blocking(copy.remove_job, job)
+                    del self._copied_states[job]
+                    unknown_jobs = unknown_jobs - {job}
+        self._unknown_jobs, self._old_jobs_polled_at = unknown_jobs, now
+
+    async def _run_blocking(self, work: Callable[..., T], *args: Any) -> T:
+        silence = asyncio.create_task(self._warn_when_stalled(), name="a silent copy")
+        try:
+            return await self._mesh.host.run_blocking(work, *args, deadline_s=COPY_TIMEOUT_S)
+        finally:
+            silence.cancel()
+
+    async def _warn_when_stalled(self) -> None:
+        """Says so when no file has been copied for long: a URL that hangs is an error to nobody."""
+        seen = -1
+        while seen != self.bytes:
+            seen = self.bytes
+            await self._mesh.clock.sleep(STALL_WARNING_S)
+        error = MeshError(
+            f"nothing has been copied in {STALL_WARNING_S / 60:g} minutes, and no error has come",
+            where=redact_url(self._copy_record.url if self._copy_record else ""),
+            fix="See that the URL answers from this host, and how long a large file takes to it",
+        )
+        if str(error) != self.trouble:
+            await self._report_error(error, "durable_failed", {"error": str(error)})
+
+
+async def append_event_with_retry(mesh: Mesh, kind: str, fields: dict[str, Any]) -> None:
+    """Adds an event, once, when Redis takes it."""
+    op = uuid.uuid4().hex
+    await retry(mesh.clock, partial(events.append, mesh.state, kind, fields, op))
+
+
+def _read_copied_state(copy: DurableCopy, job: str) -> tuple[_CopiedState, float]:
+    try:
+        told = copy.read_document(f"{job_folder(job)}/standing.json")
+        at = float(told.pop("at"))
+        return replace(_CopiedState(), **told), at
+    except (CorruptData, NotFound, KeyError, TypeError):
+        return _CopiedState(), 0.0

@@ -1,0 +1,3 @@
+"""What stays in the store and what goes: the policy is `policy.py`, to open first, and
+`sweeper.py` acts by it.
+"""

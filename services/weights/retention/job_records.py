@@ -1,0 +1,199 @@
+"""The store's records for each job, in files beside the chunks: Redis may lose all it has, and what
+a job would go on from must outlive that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from meshrl.common.base.errors import CorruptData
+from meshrl.common.base.files import corruption, documents
+from meshrl.common.base.files.disk_sync import fsync_path
+from meshrl.common.base.files.sealed_documents import encode_sealed, read_sealed
+from meshrl.common.mesh.process.host import Host
+from meshrl.common.weights.chunks.chunk_store import make_write_error
+from meshrl.services.weights.retention.pins import VersionPin
+from meshrl.services.weights.retention.policy import VersionNumber
+
+JOBS_FOLDER = "jobs"  # in the store's directory
+IO_TIMEOUT_S = 30.0  # deadline of one file operation
+
+
+NO_COMMIT = VersionNumber(-1, -1)
+
+
+@dataclass
+class JobRecord:
+    job: str
+    run_dir: str = ""  # empty before the first checkpoint
+    versions: dict[str, VersionNumber] = field(
+        default_factory=dict
+    )  # by manifest, of all that are kept
+    # The newest commit that the store has seen, which outlives a Redis that goes back.
+    newest: VersionNumber = NO_COMMIT
+    newest_manifest: str = ""
+    # Those of them that deltas are made from for hosts behind the others, at the last sweep.
+    anchors: frozenset[str] = frozenset()
+    # False: what was on record is damaged, and Redis has not told of the job yet.
+    is_known: bool = True
+
+    def record_commit(self, number: VersionNumber, manifest: str) -> None:
+        """A job's row in Redis says so; an older one than before says nothing."""
+        if number > self.newest and manifest:
+            self.newest, self.newest_manifest = number, manifest
+
+    def find_conflict(self, number: VersionNumber, manifest: str) -> str:
+        """The other manifest that is on record for a version that has been committed; empty when
+        there is none. What was only staged may be staged anew: its trainer has started again.
+        """
+        if number == self.newest:
+            return "" if manifest == self.newest_manifest else self.newest_manifest
+        if number.lineage != self.newest.lineage or number > self.newest:
+            return ""
+        others = [digest for digest, one in self.versions.items() if one == number]
+        return "" if manifest in others else next(iter(others), "")
+
+
+@dataclass(frozen=True)
+class CorruptRecord:
+    job: str
+    path: Path
+    reason: str
+    quarantined_path: Path
+
+
+class JobRecords:
+    """One file for each job, written whole."""
+
+    def __init__(self, host: Host, directory: Path) -> None:
+        self._host, self._directory = host, directory
+        self._records: dict[str, JobRecord] = {}
+        self._write_lock = asyncio.Lock()
+
+    def __iter__(self) -> Iterator[JobRecord]:
+        return iter(list(self._records.values()))
+
+    def get_or_create(self, job: str) -> JobRecord:
+        return self._records.setdefault(job, JobRecord(job))
+
+    async def load(self) -> list[CorruptRecord]:
+        """Reads what an earlier start wrote. What is damaged is set aside and returned: that job
+        is not `known` until it is made known again, also by another start.
+        """
+        found, lost = await self._host.run_blocking(self._read_files, deadline_s=IO_TIMEOUT_S)
+        self._records = {record.job: record for record in found}
+        for one in lost:
+            self._records[one.job] = JobRecord(one.job, is_known=False)
+        return lost
+
+    async def merge_from_redis(
+        self, job: str, run_dir: str, versions: dict[str, VersionNumber]
+    ) -> None:
+        """Adds what Redis tells of a job: a record may be damaged, gone or older than it was."""
+        record = self.get_or_create(job)
+        told = versions | record.versions
+        if (record.run_dir, record.versions, record.is_known) != (run_dir, told, True):
+            record.run_dir, record.versions, record.is_known = run_dir, told, True
+            await self.save(job)
+
+    async def add_pinned(self, job: str, run_dir: str, pins: Mapping[str, VersionPin]) -> None:
+        """Adds versions of a run that were pinned when they had been struck off already."""
+        versions = self.get_or_create(job).versions
+        fresh = {m: pin for m, pin in pins.items() if m not in versions and pin.run == run_dir}
+        if fresh:
+            versions |= {m: VersionNumber(pin.lineage, pin.version) for m, pin in fresh.items()}
+            await self.save(job)
+
+    @property
+    def has_unknown_jobs(self) -> bool:
+        """Whether there is a job of which nobody can tell what it needs."""
+        return any(not record.is_known for record in self._records.values())
+
+    async def save(self, job: str) -> None:
+        async with self._write_lock:
+            path, content = (
+                _record_path(self._directory, job),
+                _encode_record(self.get_or_create(job)),
+            )
+            await self._host.run_blocking(self._write, path, content, deadline_s=IO_TIMEOUT_S)
+
+    async def forget(self, job: str) -> None:
+        async with self._write_lock:
+            self._records.pop(job, None)
+            path = _record_path(self._directory, job)
+            await self._host.run_blocking(path.unlink, True, deadline_s=IO_TIMEOUT_S)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        try:
+            self._host.replace_file(path, content)
+        except OSError as error:
+            raise make_write_error(error, path) from error
+
+    def _read_files(self) -> tuple[list[JobRecord], list[CorruptRecord]]:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        fsync_path(self._directory.parent)
+        for half in self._directory.glob(".*"):  # a store before was killed as it wrote it
+            half.unlink(missing_ok=True)
+        for unknown in self._directory.glob("*.unknown"):  # a start was cut off
+            if not unknown.with_suffix(".json").exists():
+                unknown.rename(unknown.with_suffix(".json"))
+        found: list[JobRecord] = []
+        lost: list[CorruptRecord] = []
+        for path in sorted(self._directory.glob("*.json")):
+            try:
+                found.append(read_record(path))
+            except CorruptData as error:
+                # What says that nobody knows the job's versions is durable before the damaged
+                # record goes: StorageFull leaves that where it is, for the next start.
+                job, unknown = unquote(path.stem), path.with_suffix(".unknown")
+                self._write(unknown, _encode_record(JobRecord(job, is_known=False)))
+                aside = corruption.quarantine(path, self._directory.parent)
+                unknown.rename(path)
+                fsync_path(path.parent)
+                lost.append(CorruptRecord(job, path, error.message, aside))
+        return found, lost
+
+
+def write_record(path: Path, record: JobRecord) -> None:
+    documents.write_bytes(path, _encode_record(record))
+
+
+def record_path(store: Path, job: str) -> Path:
+    return _record_path(store / JOBS_FOLDER, job)
+
+
+def _record_path(directory: Path, job: str) -> Path:
+    return directory / f"{quote(job, safe='')}.json"
+
+
+def _encode_record(record: JobRecord) -> bytes:
+    versions = {m: [number.lineage, number.version] for m, number in record.versions.items()}
+    newest = [record.newest.lineage, record.newest.version, record.newest_manifest]
+    told = {"versions": versions, "newest": newest, "anchors": sorted(record.anchors)}
+    return encode_sealed(
+        {"job": record.job, "run_dir": record.run_dir, **told, "known": record.is_known}
+    )
+
+
+def read_record(path: Path) -> JobRecord:
+    """The record in a file; NotFound, Damaged."""
+    found = read_sealed(path)
+    try:
+        versions = {digest: VersionNumber(*number) for digest, number in found["versions"].items()}
+        lineage, version, manifest = found["newest"]
+        about = (
+            versions,
+            VersionNumber(lineage, version),
+            manifest,
+            frozenset(found.get("anchors", ())),
+        )
+        record = JobRecord(found["job"], found["run_dir"], *about, found["known"])
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise CorruptData(f"it is no record of a job: {error!r}", where=str(path)) from error
+    if record.job != unquote(path.stem):
+        raise CorruptData(f"it is that of {record.job}", where=str(path))
+    return record

@@ -1,0 +1,125 @@
+"""Pins: versions that a person keeps, whatever the run needs. Each is a file beside the chunks,
+which any process of the host writes and removes, also while no mesh runs.
+
+    <store>/pins/<job>/<manifest>.json    {"run", "lineage", "version", "note", "at"}
+
+Nobody is asked for a pin to hold: it is there before the chunks are looked at, and those count as
+written then, so a collection that began earlier leaves them (`ChunkStore.delete_unchanged`), and
+every later
+one sees the pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.digest import DIGEST_DIGITS
+from meshrl.common.base.errors import CorruptData, NotFound
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.disk_sync import fsync_path
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.manifest import read_complete_manifest
+
+PINS_FOLDER = "pins"  # in the store's directory
+
+
+@dataclass(frozen=True)
+class VersionPin:
+    """Why a version stays."""
+
+    run: str  # the run's directory, which tells it from a later run of that name
+    lineage: int
+    version: int
+    note: str = ""
+    at: float = 0.0  # seconds of the epoch
+
+
+def read_all_pins(store: Path) -> dict[str, dict[str, VersionPin]]:
+    """Those of all jobs, by the job's name and by manifest."""
+    return {
+        unquote(path.name): read_pins(store, unquote(path.name))
+        for path in (store / PINS_FOLDER).glob("*")
+    }
+
+
+def read_pins(store: Path, job: str) -> dict[str, VersionPin]:
+    """Those of a job, by manifest. A file that is damaged pins by its name."""
+    found: dict[str, VersionPin] = {}
+    for path in _pin_directory(store, job).glob("*.json"):
+        if len(path.stem) == DIGEST_DIGITS:
+            try:
+                found[path.stem] = VersionPin(**documents.decode(path.read_bytes(), str(path)))
+            except (CorruptData, TypeError, FileNotFoundError):
+                found[path.stem] = VersionPin("", -1, -1, "its file is damaged")
+    return found
+
+
+def pin_version(chunks: ChunkStore, job: str, manifest_digest: str, new_pin: VersionPin) -> None:
+    """Keeps a version until it is unpinned. NotFound when the store has it no longer as a whole;
+    then nothing is pinned. StorageFull, Damaged.
+    """
+    path = _pin_directory(chunks.directory, job) / f"{manifest_digest}.json"
+    before = path.is_file()
+    documents.write(path, asdict(new_pin))
+    fsync_path(path.parent.parent)
+    try:
+        mark_version_written(chunks, manifest_digest)
+    except BaseException:
+        if not before:
+            unpin_version(chunks.directory, job, manifest_digest)
+        raise
+
+
+def mark_version_written(chunks: ChunkStore, manifest_digest: str) -> Manifest:
+    """The version's manifest, once its chunks count as written just now; NotFound, Damaged."""
+    found = read_complete_manifest(chunks.read, manifest_digest)
+    base = [] if found.base is None else [found.base.digest]
+    missing = [
+        digest
+        for digest in [manifest_digest, *base, *list_chunks(found)]
+        if not chunks.mark_written(digest)
+    ]
+    if missing:
+        raise NotFound(
+            f"version {found.version} of {found.job} is not stored as a whole any more: "
+            f"{len(missing)} of its chunks are missing, as {missing[0]}",
+            where=str(chunks.directory),
+            fix="`meshrl weights list` says which versions are",
+        )
+    return found
+
+
+def list_chunks(manifest: Manifest) -> list[str]:
+    """The chunks that a manifest names, each once."""
+    return sorted({tensor.chunk for tensor in manifest.tensors})
+
+
+def compute_chunk_sizes(manifests: Iterable[Manifest]) -> dict[str, int]:
+    """The bytes of each chunk that these name, by its digest: up to the end of the last piece."""
+    found: dict[str, int] = {}
+    for manifest in manifests:
+        for piece in manifest.tensors:
+            found[piece.chunk] = max(found.get(piece.chunk, 0), piece.offset + piece.size)
+    return found
+
+
+def unpin_version(store: Path, job: str, manifest_digest: str) -> bool:
+    """Whether it was pinned; it goes with the next collection, unless something else keeps it."""
+    path = _pin_directory(store, job) / f"{manifest_digest}.json"
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    fsync_path(path.parent)
+    with suppress(OSError):  # others are pinned
+        path.parent.rmdir()
+    return True
+
+
+def _pin_directory(store: Path, job: str) -> Path:
+    return store / PINS_FOLDER / quote(job, safe="")

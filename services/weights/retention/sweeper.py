@@ -1,0 +1,416 @@
+"""Sweeps the store: deletes what it knows to be dead after a grace, and what nobody ever named once
+no writer can be about to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshrl.common.api.transfer.bulk_permissions import GROUPS, PUBLISHED, WEIGHTS
+from meshrl.common.api.weights import Manifest
+from meshrl.common.base.errors import BadMessage, CorruptData, MeshError, NotFound, Refused
+from meshrl.common.base.files import corruption
+from meshrl.common.mesh.runtime.mesh import Mesh
+from meshrl.common.records.checkpoints import (
+    find_newest_due_version,
+    quarantine_checkpoint,
+    read_manifest,
+)
+from meshrl.common.state import events, groups, jobs, steps
+from meshrl.common.state.job_lifecycle import deletion
+from meshrl.common.weights.bulk.port import ChunkStore
+from meshrl.common.weights.chunks.chunk_store import CorruptionEvent
+from meshrl.services.weights.deltas import DeltaRegistry
+from meshrl.services.weights.retention.job_records import IO_TIMEOUT_S, JobRecords
+from meshrl.services.weights.retention.pins import read_all_pins
+from meshrl.services.weights.retention.policy import (
+    VersionNumber,
+    find_awaited,
+    find_expired,
+    find_permanent,
+    find_requested,
+    read_checkpoint_schedule,
+)
+from meshrl.services.weights.retention.quotas import VersionQuotas
+
+T = TypeVar("T")
+SWEEP_INTERVAL_S = 5.0
+DELETION_GRACE_S = (
+    60.0  # between its successor's commit and a version's end: engines may be fetching it
+)
+# Bytes come before what names them: the chunks of a version before its manifest, a group before its
+# row. In between their writer waits for the store or for Redis, an hour each time (`patiently`).
+ORPHAN_MIN_AGE_S = 4 * 3600.0
+ORPHAN_SCAN_INTERVAL_S = 60.0  # between looks at all files
+REMOVAL_TIMEOUT_S = 3600.0  # deadline for directories of checkpoints, of any size
+EXPIRED_PREFIX = "expired-"  # begins the name of a directory that is being removed
+
+
+class PendingEvents:
+    """Events in the order in which the damage was found. Nobody finds it a second time."""
+
+    def __init__(self, mesh: Mesh, events: deque[CorruptionEvent]) -> None:
+        """`events`: to which those who find damage add, too."""
+        self._mesh, self._events = mesh, events
+        self._publish_lock = asyncio.Lock()
+
+    def add(self, event_fields: dict[str, Any], op: str = "") -> None:
+        """Has it told with the next `tell_all`, which a sweep does every few seconds. From any
+        thread: whoever moves a file adds it in the same breath, and no caller's end comes between.
+        """
+        self._events.append((event_fields, op or uuid.uuid4().hex))
+
+    async def publish(self, event_fields: dict[str, Any]) -> None:
+        """Tells it now, or with a later `tell_all`."""
+        self.add(event_fields)
+        await self.publish_all()
+
+    async def publish_all(self) -> None:
+        """Tells what it can; while Redis takes none, the rest waits."""
+        async with self._publish_lock:
+            while self._events:
+                try:
+                    await events.append(
+                        self._mesh.state, corruption.CORRUPTION_EVENT, *self._events[0]
+                    )
+                except MeshError as error:
+                    self._mesh.telemetry.log.warning("damage is untold", error=str(error))
+                    return
+                self._events.popleft()
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """How often a store is swept, and how soon what it needs no more goes."""
+
+    interval_s: float = SWEEP_INTERVAL_S
+    grace_s: float = DELETION_GRACE_S
+
+
+@dataclass
+class _Needed:
+    manifests: set[str] = field(default_factory=set)
+    groups: set[str] = field(default_factory=set)
+    leftovers: list[Path] = field(default_factory=list)  # files of checkpoints that are not needed
+
+
+class ChunkSweeper:
+    """`manifest` reads one; of those that are gone none stays in `manifests`."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        chunks: ChunkStore,
+        records: JobRecords,
+        pending_events: PendingEvents,
+        deltas: DeltaRegistry,
+        read_manifest: Callable[[str], Awaitable[Manifest]],
+        manifest_cache: dict[str, Manifest],
+        settings: SweepSettings,
+    ) -> None:
+        self._mesh, self._chunks, self._records = mesh, chunks, records
+        self._settings = settings
+        self._pending_events, self._read_manifest, self._manifest_cache = (
+            pending_events,
+            read_manifest,
+            manifest_cache,
+        )
+        self._deltas = deltas
+        self._referenced: set[str] = set()  # by a version or a group, at the last sweep
+        # Found so when, and last written when, by space.
+        self._dead_chunks: dict[str, dict[str, tuple[float, int]]] = {WEIGHTS: {}, GROUPS: {}}
+        self._known_jobs: set[str] = set()  # jobs of which Redis has told
+        self._unreadable_since: dict[str, float] = {}  # what was complained of, and when
+        self._next_orphan_scan_at = 0.0
+        self._removal_task: asyncio.Task[None] | None = None
+        self._sweep_lock = (
+            asyncio.Lock()
+        )  # one at a time: what a quota is held to asks for one, too
+        self.sweep_count = 0  # since the start
+        self.quotas = VersionQuotas(mesh, records, read_manifest, self.sweep)
+
+    async def run(self) -> None:
+        try:
+            while True:
+                await self._mesh.clock.sleep(self._settings.interval_s)
+                try:
+                    await self.sweep()
+                except (MeshError, OSError) as error:
+                    self._mesh.telemetry.log.warning("sweep", error=str(error))
+        finally:
+            if self._removal_task is not None:
+                self._removal_task.cancel()
+
+    async def sweep(self) -> None:
+        async with self._sweep_lock:
+            self.sweep_count += 1
+            rows = await self._sweep_once()
+            await self.quotas.update(rows)
+
+    async def _sweep_once(self) -> list[jobs.JobRow]:
+        await self._pending_events.publish_all()
+        rows = await jobs.read_jobs(self._mesh.state)
+        for row in rows:
+            if row.id in self._known_jobs:
+                continue
+            # What Redis tells of the versions that somebody is about to name, once in this start.
+            since = max(0, find_newest_due_version(row.version, *read_checkpoint_schedule(row)) - 1)
+            told = await steps.read_step_rows(self._mesh.state, row.id, since)
+            versions = {
+                step["manifest"]: VersionNumber(step["lineage"], step["step"]) for step in told
+            }
+            await self._records.merge_from_redis(row.id, row.run_dir, versions)
+            self._known_jobs.add(row.id)
+        pinned_by_job = await self._run_blocking(read_all_pins, self._chunks.directory)
+        for row in rows:
+            await self._records.add_pinned(row.id, row.run_dir, pinned_by_job.get(row.id, {}))
+        held = {record.job: dict(record.versions) for record in self._records}
+        deleted = set(await deletion.read_pending_store_deletions(self._mesh.state)) - {
+            row.id for row in rows
+        }
+        need = await self._find_needed(rows, held, deleted)
+        need.manifests |= {manifest for pins in pinned_by_job.values() for manifest in pins}
+        # What hosts tell of may have been collected since: only what is on record can be kept.
+        on_record = {manifest for versions in held.values() for manifest in versions}
+        need.manifests |= (anchored := self._deltas.list_anchors()) & on_record
+        for digest in list(need.manifests):  # the versions that adapters are added to
+            with suppress(
+                NotFound, CorruptData, BadMessage, Refused
+            ):  # `_contents` complains of it
+                if (base := (await self._read_manifest(digest)).base) is not None:
+                    need.manifests.add(base.digest)
+        live = need.groups | await self._list_contents(need.manifests, are_needed=True)
+        live |= self._deltas.retain_live(need.manifests)
+        passed = {m for versions in held.values() for m in versions} - need.manifests
+        named = self._referenced | await self._list_contents(passed)
+        self._referenced = live
+        self._start_removal(need.leftovers)
+        if self._records.has_unknown_jobs:  # whatever is there may be what that job goes on from
+            return rows
+        await self._delete_dead(named - live, live)
+        for job, versions in held.items():
+            await self._update_record(job, versions, need.manifests, anchored)
+        for job in deleted:
+            self._known_jobs.discard(job)
+            self._deltas.forget_job(job)
+            await self._records.forget(job)
+            await deletion.confirm_store_deletion(self._mesh.state, job)
+        return rows
+
+    # -- what is needed --------------------------------------------------------------------------
+
+    async def _find_needed(
+        self,
+        rows: list[jobs.JobRow],
+        versions_by_job: dict[str, dict[str, VersionNumber]],
+        deleted: set[str],
+    ) -> _Needed:
+        need = _Needed()
+        for row in rows:
+            need.groups |= await groups.read_live_digests(self._mesh.state, row.id)
+            versions = versions_by_job.get(row.id, {})
+            current, asked = (
+                VersionNumber(row.lineage, row.version),
+                row.document.get("weights", {}),
+            )
+            need.manifests |= find_permanent(row) | find_awaited(row, versions)
+            need.manifests |= find_requested(versions, current, asked).keys()
+            directory = Path(row.run_dir) / "checkpoints"
+            # Before any expires: one that is damaged takes nobody's place.
+            weights = await self._read_checkpoint_manifests(
+                directory, await self._run_blocking(_list_checkpoint_names, directory)
+            )
+            names = await self._run_blocking(_remove_expired, row)
+            if row.checkpoint and row.checkpoint not in names:  # is its disk not there?
+                need.manifests |= versions.keys()
+            need.manifests |= {weights[name] for name in names if name in weights}
+            need.leftovers += await self._run_blocking(_list_paths, directory, f"{EXPIRED_PREFIX}*")
+        known = {row.id for row in rows} | deleted  # nothing is needed of those
+        for record in self._records:
+            if record.job not in known:  # to Redis, which has lost it: a resume will come for it
+                need.manifests |= versions_by_job.get(record.job, {}).keys()
+                if record.run_dir:
+                    directory = Path(record.run_dir) / "checkpoints"
+                    names = await self._run_blocking(_list_checkpoint_names, directory)
+                    need.manifests |= set(
+                        (await self._read_checkpoint_manifests(directory, names)).values()
+                    )
+        return need
+
+    async def _read_checkpoint_manifests(
+        self, directory: Path, names: Iterable[str]
+    ) -> dict[str, str]:
+        """The manifests of weights that checkpoints name; what is damaged is set aside."""
+        found: dict[str, str] = {}
+        for name in names:
+            path = directory / f"{name}.json"
+            try:
+                found[name] = (await self._run_blocking(read_manifest, path))["weights"]
+            except NotFound as error:
+                self._report_unreadable(str(path), error)
+            except CorruptData as error:
+                await self._quarantine_checkpoint(path, error)
+        return found
+
+    async def _quarantine_checkpoint(self, path: Path, error: CorruptData) -> None:
+        """A damaged checkpoint gives its place to the one before; nobody deletes it."""
+
+        def put_aside() -> None:
+            if (aside := quarantine_checkpoint(path)) is None:
+                return
+            then = "the older kept checkpoint is used if a trainer starts before the next one is"
+            self._pending_events.add(
+                corruption.make_event_fields(
+                    "checkpoint", path, error.message, f"{then} written", quarantined_path=aside
+                )
+            )
+
+        await self._run_blocking(put_aside)
+        await self._pending_events.publish_all()
+
+    async def _list_contents(self, manifests: Iterable[str], are_needed: bool = False) -> set[str]:
+        """These manifests with their chunks. One that is lost is nothing that others wait for."""
+        found = set()
+        for digest in manifests:
+            found.add(digest)
+            try:
+                found |= {tensor.chunk for tensor in (await self._read_manifest(digest)).tensors}
+            except (NotFound, CorruptData, BadMessage, Refused) as error:  # of an earlier version
+                if (
+                    self._report_unreadable(digest, error)
+                    and are_needed
+                    and isinstance(error, NotFound)
+                ):
+                    path, then = (
+                        self._chunks.chunk_path(digest),
+                        corruption.RECOVERY_BY_KIND["weights"],
+                    )
+                    await self._pending_events.publish(
+                        corruption.make_event_fields("weights", path, "it is missing", then)
+                    )
+            else:
+                self._unreadable_since.pop(digest, None)
+        return found
+
+    def _report_unreadable(self, name: str, error: MeshError) -> bool:
+        if name in self._unreadable_since:
+            return False
+        self._unreadable_since[name] = self._mesh.clock.monotonic()
+        self._mesh.telemetry.log.error("cannot be kept", what=name, error=str(error))
+        return True
+
+    # -- what goes -------------------------------------------------------------------------------
+
+    async def _delete_dead(self, unreferenced: set[str], live: set[str]) -> None:
+        """`unreferenced` are named no more; what is written again in grace becomes an orphan."""
+        now = self._mesh.clock.monotonic()
+        # While a version that cannot be read may be written again, nobody has named its chunks.
+        unread = any(now - since < ORPHAN_MIN_AGE_S for since in self._unreadable_since.values())
+        orphans = now >= self._next_orphan_scan_at and not unread
+        if orphans:
+            self._next_orphan_scan_at = now + ORPHAN_SCAN_INTERVAL_S
+            published = self._chunks.open_space(PUBLISHED)  # it is published again on request
+            old = await self._run_blocking(
+                published.find_older_than, ORPHAN_MIN_AGE_S, self._mesh.clock.wall()
+            )
+            await self._run_blocking(published.delete_unchanged, old)
+        for space, dead in self._dead_chunks.items():
+            chunks = self._chunks.open_space(space)
+            for digest in await self._delete_in_space(chunks, dead, unreferenced, live, orphans):
+                if digest not in live:
+                    self._manifest_cache.pop(digest, None)
+
+    async def _delete_in_space(
+        self,
+        chunks: ChunkStore,
+        dead: dict[str, tuple[float, int]],
+        unreferenced: set[str],
+        live: set[str],
+        include_orphans: bool,
+    ) -> Iterable[str]:
+        now, grace_s = self._mesh.clock.monotonic(), self._settings.grace_s
+        new = await self._run_blocking(chunks.read_write_times, unreferenced - dead.keys())
+        dead |= {digest: (now, written) for digest, written in new.items()}
+        for digest in live & dead.keys():
+            del dead[digest]
+        due = {d: written for d, (since, written) in dead.items() if now - since >= grace_s}
+        if include_orphans:
+            old = await self._run_blocking(
+                chunks.find_older_than, ORPHAN_MIN_AGE_S, self._mesh.clock.wall()
+            )
+            known = live | dead.keys()
+            due |= {d: written for d, written in old.items() if d not in known}
+        await self._run_blocking(chunks.delete_unchanged, due)
+        for digest in due:
+            dead.pop(digest, None)
+        return due.keys()
+
+    async def _update_record(
+        self, job: str, versions: dict[str, VersionNumber], needed: set[str], anchors: set[str]
+    ) -> None:
+        """Strikes off the versions that are needed no longer; what was staged meanwhile stays. Who
+        lists the others reads there which are anchors.
+        """
+        passed, record = versions.keys() - needed, self._records.get_or_create(job)
+        for digest in passed:
+            record.versions.pop(digest, None)
+        before, record.anchors = record.anchors, frozenset(anchors & record.versions.keys())
+        if passed or record.anchors != before:
+            await self._records.save(job)
+
+    def _start_removal(self, directories: list[Path]) -> None:
+        """Removes files in the background, one sweep's after the other's; what fails is tried
+        again.
+        """
+
+        async def removed() -> None:
+            for directory in directories:
+                try:
+                    run = self._mesh.host.run_blocking
+                    await run(shutil.rmtree, directory, deadline_s=REMOVAL_TIMEOUT_S)
+                except (MeshError, OSError) as error:
+                    self._mesh.telemetry.log.warning("removal", error=str(error))
+
+        if directories and (self._removal_task is None or self._removal_task.done()):
+            self._removal_task = asyncio.create_task(removed(), name="remove")
+
+    async def _run_blocking(self, work: Callable[..., T], *args: object) -> T:
+        return await self._mesh.host.run_blocking(work, *args, deadline_s=IO_TIMEOUT_S)
+
+
+# -- files of checkpoints --------------------------------------------------------------------------
+
+
+def _list_checkpoint_names(directory: Path) -> list[str]:
+    return [path.stem for path in _list_paths(directory, "step-*.json")]
+
+
+def _list_paths(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern))
+
+
+def _remove_expired(row: jobs.JobRow) -> list[str]:
+    """Names of the checkpoints to keep; those that are not needed are out of everybody's way, to be
+    removed.
+    """
+    directory = Path(row.run_dir) / "checkpoints"
+    names = _list_checkpoint_names(directory)
+    for name in find_expired(
+        names, row.checkpoint, int(row.document["training"]["keep_checkpoints"])
+    ):
+        aside = directory / f"{EXPIRED_PREFIX}{name}"
+        if not aside.exists():
+            with suppress(FileNotFoundError):
+                (directory / name).rename(aside)
+            # Last: whoever is cut off before finds it expired again.
+            (directory / f"{name}.json").unlink(missing_ok=True)
+            names.remove(name)
+    return names

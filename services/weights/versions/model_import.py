@@ -1,0 +1,151 @@
+"""Makes a run of a Hugging Face directory: its weights become version 0 in a store of the run's
+own, to be listed, compared, pinned, evaluated, and begun from (`RUN/model`).
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshrl.common.api.weights import TensorPiece
+from meshrl.common.base.clock import SystemClock
+from meshrl.common.base.errors import Refused
+from meshrl.common.base.files import documents
+from meshrl.common.base.files.disk_sync import fsync_path, fsync_tree
+from meshrl.common.base.files.json_lines import encode_row
+from meshrl.common.job.bundle import bundle_files
+from meshrl.common.job.bundle.job_data import JobData
+from meshrl.common.job.config import JobConfig, TrainedModelConfig
+from meshrl.common.model.architecture.config import ModelConfig
+from meshrl.common.model.files.initial_parameters import PretrainedParameters
+from meshrl.common.model.files.model_directory import load_config
+from meshrl.common.model.files.safetensors_writer import DTYPES
+from meshrl.common.model.files.tensor_source import count_bytes
+from meshrl.common.model.network.decoder import Decoder
+from meshrl.common.model.tokens.tokenizer import list_companion_files
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.common.weights.layout.chunk_builder import (
+    ChunkBuilder,
+    StagedChunk,
+    TensorRows,
+    make_staging_options,
+)
+from meshrl.common.weights.layout.manifest import encode_manifest
+from meshrl.common.weights.staging import StagedVersion, build_version
+from meshrl.services.weights.atomic_directories import check_import, scratch_directory
+from meshrl.services.weights.export import write_export
+from meshrl.services.weights.retention.job_records import JobRecord, record_path, write_record
+from meshrl.services.weights.retention.policy import VersionNumber
+from meshrl.services.weights.versions.run_versions import StoredVersion as Committed
+
+BLOCK_BYTES = 64 << 20  # of a parameter that are read at a time
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+METADATA_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja")  # what is not trained, of a directory
+MODEL_FOLDER, TOKENIZER_FOLDER = "model", "tokenizer"  # folders of a bundle
+
+
+def import_model(directory: Path, run: Path, name: str, dtype: str) -> dict[str, Any]:
+    """Makes the run, whole or not at all; what is told of its version. NotFound or ConfigError for
+    what is no model that loads, Refused where something lies already, StorageFull.
+    """
+    check_import(directory, run)
+    kind = SAFETENSORS_TYPES[dtype]
+    config = load_config(directory)
+    # Of this name, so that the next import removes what one has left that was killed.
+    with scratch_directory(run.parent / f".{run.name}.importing") as made:
+        version = _stage_version(ChunkStore(made / "store"), name, directory, config, kind)
+        document = _write_job(made, run, directory, name, dtype, config)
+        _write_records(made, run, name, version)
+        there = document["bundle"] | {"dir": str(made / "bundle" / document["bundle"]["digest"])}
+        data = JobData.from_document(name, document | {"bundle": there}, str(made))
+        (made / MODEL_FOLDER).mkdir()
+        write_export(data, Committed(0, version.digest), made / MODEL_FOLDER, run / MODEL_FOLDER)
+        fsync_tree(made)
+        try:
+            made.rename(run)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise Refused(f"{run} has come to be meanwhile", fix="Name another --out") from error
+        fsync_path(run.parent)
+    sizes = sum(piece.size for piece in version.manifest.tensors)
+    told = {"manifest": version.digest, "image": version.published_identity, "bytes": sizes}
+    return {"run": str(run), "job": name} | told
+
+
+def _stage_version(
+    chunks: ChunkStore, job: str, directory: Path, config: ModelConfig, dtype: str
+) -> StagedVersion:
+    """Version 0 in the store, some rows at a time: nobody holds the model whole."""
+    stored = PretrainedParameters(directory, config)
+    with torch.device("meta"):
+        model = Decoder(config, DTYPES[dtype])
+    outline = dict(model.named_parameters())
+    lay, pieces = ChunkBuilder(make_staging_options(outline, dtype)), list[TensorPiece]()
+    for name, like in outline.items():
+        most = max(1, BLOCK_BYTES * len(like) // max(1, count_bytes(like)))
+        for first in range(0, len(like), most):
+            rows = torch.empty_like(like[first : first + most], device="cpu")
+            stored.fill_rows(name, like.shape, first, rows)
+            part = TensorRows(tuple(like.shape), first, rows)
+            pieces += _write_chunks(chunks, lay.add_rows({name: part}))
+    pieces += _write_chunks(chunks, lay.take_partial_chunk())
+    version = build_version(job, 0, 0, outline, [lay.finish(pieces)])
+    chunks.write(encode_manifest(version.manifest))
+    return version
+
+
+def _write_chunks(chunks: ChunkStore, chunks_to_write: Iterable[StagedChunk]) -> list[TensorPiece]:
+    found = []
+    for chunk in chunks_to_write:
+        digest = chunks.write(chunk.content)
+        found += [replace(piece, chunk=digest) for piece in chunk.pieces]
+    return found
+
+
+def _write_job(
+    scratch: Path, run: Path, directory: Path, name: str, dtype: str, config: ModelConfig
+) -> dict[str, Any]:
+    """Writes the bundle, of what is not trained, and `job.json`; the job's document."""
+    staging = scratch / "bundle" / "packing"
+    for pattern in METADATA_PATTERNS:
+        for file in sorted(directory.glob(pattern)):
+            _copy_file(file, staging / MODEL_FOLDER / file.name)
+    tokenizer = directory / "tokenizer.json"
+    for part in (Path(tokenizer.name), *list_companion_files(tokenizer)):
+        _copy_file(directory / part, staging / TOKENIZER_FOLDER / part)
+    listed = bundle_files.list_files(staging)
+    digest = bundle_files.compute_digest(listed)
+    staging.rename(staging.with_name(digest))
+    section = TrainedModelConfig(path=MODEL_FOLDER, tokenizer=f"{TOKENIZER_FOLDER}/tokenizer.json")
+    document = JobConfig(name=name, model=section).to_document()
+    document["rollout"]["dtype"] = dtype
+    document["budget"]["steps"] = 0  # it trains nothing
+    place = str(run.absolute() / "bundle" / digest)
+    about = {"dir": place, "digest": digest, "files": listed, "parameters": config.num_parameters}
+    document |= {"bundle": about}
+    held = {"job": name, "document": document, "imported": str(directory.absolute())}
+    documents.write(scratch / "job.json", held)
+    return document
+
+
+def _write_records(scratch: Path, run: Path, name: str, version: StagedVersion) -> None:
+    first, own = VersionNumber(0, 0), str(run.absolute())
+    record = JobRecord(name, own, {version.digest: first}, first, version.digest)
+    write_record(record_path(scratch / "store", name), record)
+    fields = {"job": name, "version": 0, "lineage": 0, "manifest": version.digest}
+    fields |= {"image": version.published_identity, "masters": version.masters_identity}
+    now_ms = int(SystemClock().wall() * 1000)
+    event = {"id": f"{now_ms}-0", "ms": now_ms, "kind": "initial", "fields": fields}
+    (scratch / "events.jsonl").write_bytes(encode_row(event, 0))
+
+
+def _copy_file(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(file, target)

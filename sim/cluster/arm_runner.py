@@ -1,0 +1,90 @@
+"""Runs the arms of a scenario: each on a cluster of its own, and of one that is the best of several
+settings each of those.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.sim.cluster.cluster_builder import build_cluster
+from meshrl.sim.cluster.job_figures import JobFigures, compute_figures
+from meshrl.sim.cluster.model.cluster import SimCluster
+from meshrl.sim.cluster.sources.scenario import Arm, ArmTable
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """An arm when its jobs are over."""
+
+    arm: ArmTable
+    best_settings: str  # what is set in the best of its tries; empty: there was one
+    cluster: SimCluster  # of that
+    figures: dict[str, JobFigures]  # by job
+    cpu_s: float  # of all tries
+
+
+def run_arm(arm: Arm, base: Path, finished_clusters: dict[str, SimCluster]) -> ArmResult:
+    """Runs an arm; files that its scenario names relatively lie in `base`. `known` are clusters
+    that have run, by their scenario: none runs twice.
+    """
+    began_s = time.process_time()
+    found: tuple[str, SimCluster] | None = None
+    ends: list[list[float]] = []
+    for chosen, scenario in arm.scenarios.items():
+        cluster = finished_clusters.get(repr(scenario))
+        if cluster is None:
+            cluster = finished_clusters[repr(scenario)] = build_cluster(scenario, base)
+            cluster.run(scenario.until_s)
+        if arm.table.stretches:
+            ends.append(_read_step_ends(arm.table.name, cluster))
+        if chosen:
+            print(
+                f"{arm.table.name}: {chosen}: {_compute_step_s(cluster):.4g} s/step",
+                file=sys.stderr,
+            )
+        if found is None or _compute_step_s(cluster) < _compute_step_s(found[1]):
+            found = chosen, cluster
+    assert found is not None
+    chosen, cluster = found
+    figures = {name: compute_figures(cluster, job) for name, job in cluster.jobs.items()}
+    if ends:
+        name, one = next(iter(figures.items()))
+        figures = {name: _scale_to_stretches(one, ends, arm.table.stretches)}
+        chosen = f"the best of {len(ends)} in each of {arm.table.stretches} parts"
+    return ArmResult(arm.table, chosen, cluster, figures, time.process_time() - began_s)
+
+
+def _compute_step_s(cluster: SimCluster) -> float:
+    """Seconds of a step, of all jobs together."""
+    every = [compute_figures(cluster, job) for job in cluster.jobs.values()]
+    return sum(one.step_s if one.steps else cluster.event_queue.now_s for one in every)
+
+
+def _read_step_ends(arm: str, cluster: SimCluster) -> list[float]:
+    if len(cluster.jobs) != 1:
+        raise ConfigError(f"arm {arm} has stretches, and several jobs", fix="Give it one job")
+    (job,) = cluster.jobs.values()
+    if not job.training.is_finished:
+        why = cluster.get_block_reason(job.spec.name) or f"it made {job.training.version} steps"
+        raise ConfigError(f"arm {arm} did not end: {why}", fix="Raise until_s")
+    return [job.training_started_s or 0.0, *job.training.step_ends_s]
+
+
+def _scale_to_stretches(one: JobFigures, ends: Sequence[Sequence[float]], count: int) -> JobFigures:
+    """The figures of one that is as fast as the fastest in each part of the run."""
+    cuts = [round(n * one.steps / count) for n in range(count + 1)]
+    rl_s = sum(min(at[b] - at[a] for at in ends) for a, b in pairwise(cuts) if b > a)
+    faster = one.rl_s / rl_s
+    return replace(
+        one,
+        rl_s=rl_s,
+        step_s=one.step_s / faster,
+        sampled_per_s=one.sampled_per_s * faster,
+        trained_per_s=one.trained_per_s * faster,
+    )

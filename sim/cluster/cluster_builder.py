@@ -1,0 +1,337 @@
+"""Makes the cluster of a scenario, and the workloads of its jobs: what is drawn, or a trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import Accelerator, load_accelerators
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.common.job.emulation import (
+    EmulatedTrainingSpeed,
+    parse_engine_speed,
+    parse_training_speed,
+)
+from meshrl.common.state.jobs import Phase
+from meshrl.common.state.pool.demand.measurements import DecodeCurve
+from meshrl.common.state.pool.demand.requirements import JobRequirements, PlannedJob
+from meshrl.services.planner.costs.correction import Correction
+from meshrl.services.planner.costs.rollout_costs import EngineGang
+from meshrl.services.planner.forecast.engine_curves import get_curve as degree_curve
+from meshrl.services.planner.layouts.layout_nodes import LayoutNode
+from meshrl.sim.cluster.layout_search import LayoutQuery, search_layout, search_training_layout
+from meshrl.sim.cluster.model.cluster import SimCluster, SimHosts
+from meshrl.sim.cluster.model.job import MAX_TRAJECTORY_TOKENS, JobSpec
+from meshrl.sim.cluster.model.speeds import EmulatedSpeed, MeasuredSpeed, ModelSpeed, SimSpeed
+from meshrl.sim.cluster.model.training import EmulatedTraining, ModelTraining, TrainingSpeed
+from meshrl.sim.cluster.model.workload import (
+    LogNormalWorkload,
+    SimTurn,
+    SimWorkload,
+    ToolAnswer,
+    ToolChainWorkload,
+    TraceWorkload,
+    TrajectoryScript,
+)
+from meshrl.sim.cluster.sources.scenario import JobTable, ModelTable, Scenario, WorkloadTable
+from meshrl.sim.cluster.training_candidates import TrainingCapabilities
+from meshrl.sim.drift import LinearDrift
+
+UNBOUNDED_BIN_TOKENS = 1 << 30  # tokens of a bin, where none are declared
+
+
+def build_cluster(scenario: Scenario, base: Path) -> SimCluster:
+    """The cluster; files that are named relatively lie in `base`."""
+    hosts = [one for one in scenario.hosts if one.count]
+    if not hosts:
+        raise ConfigError("the scenario has no hosts", fix="Give one of [[hosts]] a count")
+    if len(scenario.jobs) > 1 and any(one.colocated for one in scenario.jobs):
+        raise ConfigError("a colocated job has all accelerators", fix="Give it no other job")
+    jobs = [_build_job(one, scenario.seed + n, hosts, base) for n, one in enumerate(scenario.jobs)]
+    if scenario.jobs[0].colocated:
+        if scenario.failures:
+            raise ConfigError("a colocated job has no failures", fix="Leave [[failures]] out")
+        now = scenario.switches
+        jobs = [replace(jobs[0], max_staleness=0, switch_s=now.training_s, pull_s=now.rollout_s)]
+    count = sum(one.count for one in hosts)
+    for one in scenario.failures:
+        if one.host >= count:
+            raise ConfigError(
+                f"host {one.host} fails, and there are {count}", where="[[failures]] host"
+            )
+    return SimCluster(hosts, jobs, scenario.switches, scenario.pool, scenario.failures)
+
+
+def _build_job(job: JobTable, seed: int, hosts: Sequence[SimHosts], base: Path) -> JobSpec:
+    shape, kind = _build_shape(job.model, job.name), hosts[0].kind
+    for one in hosts if shape is not None else ():
+        _get_accelerator(one.kind)
+    workload = _build_workload(job.workload, job.group_size, seed, base)
+    engines: tuple[int, ...] = ()
+    known = bool(job.measured.base_s)
+    if known:
+        trains: TrainingSpeed = _build_training(job, kind)
+    elif shape is None:
+        if job.plan:
+            raise ConfigError(f"job {job.name} has no model to plan for", where="plan")
+        if not (job.pace and job.training_pace):
+            raise ConfigError(
+                f"job {job.name} has neither a model nor a pace of engines and of training",
+                where="[[jobs]]",
+                fix="Write [jobs.model], or pace and training_pace",
+            )
+        trains = EmulatedTraining(
+            parse_training_speed(job.training_pace), job.bin_tokens or UNBOUNDED_BIN_TOKENS
+        )
+    else:
+        asked = _build_query(job, shape, hosts, workload)
+        if job.plan:
+            found = search_layout(asked, job.plan == "uniform")
+            stays = job.plan == "uniform" and not job.planner.moves  # one degree stays the only one
+            degrees = sorted(set(found.tensor_parallel_sizes)) if stays else job.degrees
+            job = replace(job, ranks=found.training.workers, degrees=degrees)
+            trains, engines = (
+                ModelTraining(shape, _get_accelerator(kind), found.training),
+                found.tensor_parallel_sizes,
+            )
+        else:
+            trains = ModelTraining(shape, _get_accelerator(kind), search_training_layout(asked))
+    allowed = tuple(sorted(set(job.degrees)))
+
+    @cache
+    def speed(kind: str, degree: int) -> SimSpeed:
+        if known:
+            return MeasuredSpeed(_build_curve(job, shape, kind, degree))
+        if shape is None:
+            return EmulatedSpeed(
+                parse_engine_speed(job.pace).with_tensor_parallel(degree), kind, degree
+            )
+        gang = EngineGang(shape, _get_accelerator(kind), degree)
+        if not gang.can_fit(1):
+            raise ConfigError(
+                f"job {job.name} does not fit on {degree} {kind}",
+                where="degrees",
+                fix="Let engines have more accelerators: degrees = [2, 4]",
+            )
+        return ModelSpeed(gang)
+
+    return JobSpec(
+        workload=workload,
+        training_speed=trains,
+        initial_tensor_parallel_sizes=engines,
+        get_engine_speed=speed,
+        name=job.name,
+        steps=job.steps,
+        groups_per_step=job.groups_per_step,
+        group_size=job.group_size,
+        max_staleness=job.max_staleness,
+        slots=job.slots,
+        bin_tokens=job.bin_tokens,
+        requirements=JobRequirements(
+            ranks=job.ranks,
+            priority=job.priority,
+            share=job.share,
+            helped=job.helped and job.tensor * job.pipeline == 1,
+            degrees=allowed,
+            alternates=allowed[0] == 1,
+        ),
+        planner=job.planner,
+        emulated_engine=job.pace,
+        emulated_training=job.training_pace,
+        pull_s=job.pull_s,
+        get_arrival_s=_weights_arrival(job, shape),
+        shape=shape,
+        max_trajectory_tokens=job.workload.longest or MAX_TRAJECTORY_TOKENS,
+        has_length_buckets=job.buckets and len(allowed) > 1,
+    )
+
+
+def _weights_arrival(job: JobTable, shape: ModelShape | None) -> Callable[[str, int], float]:
+    """Until an engine has weights: each of its accelerators gets its part of them by its part of
+    its host's network.
+    """
+    if job.links and shape is None:
+        raise ConfigError(f"job {job.name} has links, and no model", where="links")
+
+    def arrives_s(kind: str, degree: int) -> float:
+        if not job.links or shape is None:
+            return job.weights_s
+        return (
+            job.weights_s
+            + shape.parameter_bytes / degree / _get_accelerator(kind).network_bytes_per_s
+        )
+
+    return arrives_s
+
+
+def _build_shape(model: ModelTable, job: str) -> ModelShape | None:
+    if not model.parameters:
+        return None
+    sizes = (model.layers, model.hidden, model.heads, model.kv_heads, model.head_dim)
+    if not all(sizes):
+        raise ConfigError(
+            f"the model of job {job} has no whole shape",
+            where="[jobs.model]",
+            fix="Write layers, hidden, heads, kv_heads and head_dim, as its config.json has them",
+        )
+    active = model.active or model.parameters
+    return ModelShape(*sizes, model.parameters, active, model.experts, model.experts_per_token)
+
+
+def _get_accelerator(kind: str) -> Accelerator:
+    if kind not in load_accelerators():
+        raise ConfigError(
+            f"there is no profile of accelerators {kind!r}",
+            where="[[hosts]] kind",
+            fix=", ".join(load_accelerators()),
+        )
+    return load_accelerators()[kind]
+
+
+def _build_curve(job: JobTable, shape: ModelShape | None, kind: str, degree: int) -> DecodeCurve:
+    """The curve of engines that were measured, for any degree as the planner predicts it, and on
+    other accelerators in proportion to the bandwidth of their memory and their arithmetic.
+    """
+    of = job.measured
+    reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
+    curve = DecodeCurve(
+        kind,
+        of.degree,
+        of.base_s / reads,
+        of.sequence_s / busy,
+        of.context_s / reads,
+        of.prefill_tokens_per_s * busy,
+        steps=1,
+    )
+    about = PlannedJob(job.name, Phase.TRAINING, shape=shape)
+    found = degree_curve((kind, degree), {(kind, of.degree): curve}, about, Correction())
+    assert found is not None
+    return found
+
+
+def _build_training(job: JobTable, kind: str) -> TrainingSpeed:
+    of = job.measured
+    if not of.train_tokens_per_s:
+        raise ConfigError(
+            f"job {job.name} has no rate of its training",
+            where="[jobs.measured]",
+            fix="Write train_tokens_per_s",
+        )
+    reads, busy = _compute_speed_ratios(of.kind, kind, job.name)
+    pace = EmulatedTrainingSpeed(of.train_tokens_per_s * busy, of.update_s / reads)
+    return EmulatedTraining(pace, job.bin_tokens or UNBOUNDED_BIN_TOKENS)
+
+
+def _compute_speed_ratios(measured: str, kind: str, job: str) -> tuple[float, float]:
+    """How much faster accelerators of a kind read, and compute, than those of another."""
+    if measured == kind:
+        return 1.0, 1.0
+    if measured not in load_accelerators():
+        raise ConfigError(
+            f"job {job} was measured on {measured}, of which there is no profile: what it takes on "
+            f"{kind} is not known",
+            where="jobs.measured.kind",
+            fix="Name what it ran on: --set jobs.measured.kind=H100",
+        )
+    there, here = _get_accelerator(measured), _get_accelerator(kind)
+    return (
+        here.read_bytes_per_s / there.read_bytes_per_s,
+        here.prefill_flops_per_s / there.prefill_flops_per_s,
+    )
+
+
+def _build_query(
+    job: JobTable, shape: ModelShape, hosts: Sequence[SimHosts], workload: SimWorkload
+) -> LayoutQuery:
+    """What its layout is searched for, on hosts of the first kind."""
+    stages, first = job.tensor * job.pipeline, hosts[0]
+    total = first.count * first.accelerators
+    ranks = total if job.colocated else job.ranks
+    if ranks % stages:
+        raise ConfigError(
+            f"the core of job {job.name} has {ranks} ranks, which {job.tensor} x "
+            f"{job.pipeline} do not divide",
+            where="ranks",
+            fix=f"Give it a multiple of {stages}",
+        )
+    trainable = TrainingCapabilities(
+        (job.tensor,), (job.pipeline,), sharded=stages == 1, min_workers=1
+    )
+    if not job.plan:
+        trainable = replace(trainable, min_workers=ranks, max_workers=ranks)
+    nodes = [LayoutNode(first.kind, f"host{n}", first.accelerators) for n in range(first.count)]
+    return LayoutQuery(
+        job.name,
+        shape,
+        _get_accelerator(first.kind),
+        nodes,
+        workload,
+        job.groups_per_step,
+        job.group_size,
+        job.slots,
+        sorted(set(job.degrees)),
+        trainable,
+    )
+
+
+def _build_workload(table: WorkloadTable, group_size: int, seed: int, base: Path) -> SimWorkload:
+    """The workload of a job's groups of `size`; a trace that is named relatively lies in `base`."""
+    if table.trace:
+        return TraceWorkload(_read_trace(base / table.trace), group_size)
+    longest = float(table.longest) or math.inf
+    median, sigma, tool_s = (
+        LinearDrift(one.first, one.last or one.first)
+        for one in (table.median, table.sigma, table.tool_s)
+    )
+    if not table.answers:
+        return LogNormalWorkload(
+            seed, table.turns, median, sigma, tool_s, table.prompt, 1.0, longest
+        )
+    answers = [
+        ToolAnswer((a.tool, a.size, a.status), a.weight, a.seconds, a.tokens, a.ends, a.scale)
+        for a in table.answers
+    ]
+    return ToolChainWorkload(seed, median, sigma, answers, table.turns, table.prompt, longest)
+
+
+def _read_trace(path: Path) -> list[TrajectoryScript]:
+    """The trajectories of a trace, a line each: `{"prompt": 512, "turns": [{"tokens": 200,
+    "tool_s": 1.5, "answer": 40, "tool": "search", "size": "small", "status": "success"}]}`.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace cannot be read: {error}", where=str(path)) from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            turns = [_parse_turn(one) for one in row["turns"]]
+            prompt = float(row.get("prompt", 0.0))
+            if not turns or not 0 <= prompt < math.inf:
+                raise ValueError(f"{len(turns)} turns behind a prompt of {prompt} tokens")
+            found.append(TrajectoryScript(prompt, turns))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: no trajectory: {error}",
+                fix='Write {"prompt": 512, "turns": [{"tokens": 200, "tool_s": 1.5}]}',
+            ) from error
+    if not found:
+        raise ConfigError("the trace is empty", where=str(path))
+    return found
+
+
+def _parse_turn(row: dict[str, Any]) -> SimTurn:
+    tokens, tool_s = float(row["tokens"]), float(row.get("tool_s", 0.0))
+    if not (0 < tokens < math.inf and 0 <= tool_s < math.inf):
+        raise ValueError(f"{tokens} tokens and {tool_s} s are no turn")
+    named = ("tool", "size", "status")
+    state = tuple(str(row[name]) for name in named) if all(n in row for n in named) else None
+    returned = (state[0], state[1], state[2]) if state else None
+    return SimTurn(tokens, tool_s, float(row.get("answer", 0.0)), returned)

@@ -1,0 +1,134 @@
+"""What came of an arm, and a table of all arms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import mean
+
+from meshrl.sim.cluster.model.cluster import SimCluster
+from meshrl.sim.cluster.model.job import SimJob
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """Of one job of an arm. Seconds are simulated."""
+
+    steps: int
+    rl_s: float  # from the beginning of its training to its last step
+    step_s: float  # mean
+    sampled_per_s: float  # tokens that its engines generated
+    trained_per_s: float  # tokens
+    engines_busy: float  # share of engines' time, of those that there are at the end
+    requeued: int  # trajectories that came back too old
+    moves: int
+    paid: int  # moves that the planner judged to have paid,
+    judged: int  # of so many
+
+
+def compute_figures(cluster: SimCluster, job: SimJob) -> JobFigures:
+    training, ended = job.training, job.training.step_ends_s
+    began_s = job.training_started_s or 0.0
+    rl_s = ended[-1] - began_s if ended else cluster.event_queue.now_s - began_s
+    steps_s = [b - a for a, b in pairwise([began_s, *ended])]
+    name, over_s = job.spec.name, max(rl_s, 1e-9)
+    busy = [e.busy_s / max(e.uptime_s, 1e-9) for e in job.engines]
+    judged = [one for one in cluster.judged_moves if one.job == name]
+    return JobFigures(
+        steps=training.version,
+        rl_s=rl_s,
+        step_s=mean(steps_s) if steps_s else 0.0,
+        sampled_per_s=job.sampled_tokens / over_s,
+        trained_per_s=training.work.tokens / over_s,
+        engines_busy=mean(busy) if busy else 0.0,
+        requeued=training.requeued_trajectories,
+        moves=sum(one.job == name for one in cluster.moves),
+        paid=sum(bool(one.details["paid"]) for one in judged),
+        judged=len(judged),
+    )
+
+
+def format_table(
+    arms: Mapping[str, Mapping[str, JobFigures]], published: Mapping[str, float]
+) -> str:
+    """Arms, each with its jobs; the last columns are how much faster than in the first arm they
+    are, and where sources say that of any, what those say.
+    """
+    heads = ("arm", "job", "steps", "s/step", "tokens/s", "trained/s", "busy", "moves", "faster")
+    said = any(published.values())
+    rows: list[tuple[str, ...]] = [(*heads, "paper") if said else heads]
+    for arm, jobs in arms.items():
+        for name, f in jobs.items():
+            row = (
+                arm,
+                name,
+                str(f.steps),
+                f"{f.step_s:.4g}",
+                f"{f.sampled_per_s:.4g}",
+                f"{f.trained_per_s:.4g}",
+                f"{f.engines_busy:.2f}",
+                str(f.moves),
+                f"{compute_speedup(arms, arm, name):.3f}",
+            )
+            paper = published.get(arm, 0.0)
+            rows.append((*row, f"{paper:.2f}" if paper else "") if said else row)
+    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
+    lines = (
+        "  ".join(
+            c.ljust(w) if n < 2 else c.rjust(w)
+            for n, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
+        for r in rows
+    )
+    return "\n".join(lines)
+
+
+def compute_speedup(arms: Mapping[str, Mapping[str, JobFigures]], arm: str, job: str) -> float:
+    """How much faster a job's steps are than in the first arm; 0 where either has none."""
+    first, here = next(iter(arms.values())).get(job), arms[arm][job]
+    return first.step_s / here.step_s if first is not None and here.step_s else 0.0
+
+
+def flatten_figures(arms: Mapping[str, Mapping[str, JobFigures]]) -> dict[str, float]:
+    """Every figure by arm and job, and how much faster each is than in the first arm."""
+    found: dict[str, float] = {}
+    for arm, jobs in arms.items():
+        for name, f in jobs.items():
+            at = f"{arm}_{name}" if len(jobs) > 1 else arm
+            key = at.replace(" ", "_")
+            found |= {f"{key}_{figure}": round(value, 4) for figure, value in asdict(f).items()}
+            if ratio := compute_speedup(arms, arm, name):
+                found[f"{key}_faster"] = round(ratio, 4)
+    return found
+
+
+def compute_ratios(
+    arms: Mapping[str, Mapping[str, JobFigures]],
+    published: Mapping[str, float],
+    ratio_names: Mapping[str, str],
+) -> dict[str, float | list[float]]:
+    """The arms of which sources say how much faster they are: how much they are here (`ladder`),
+    and how far that is off at most (`ladder_off`); and by `ratios`, for each arm, the name under
+    which the last arm's trained tokens a second over its own are told. Of first jobs.
+    """
+
+    def trained(arm: str) -> float:
+        return next(iter(arms[arm].values())).trained_per_s
+
+    found: dict[str, float | list[float]] = {}
+    rungs = {arm: said for arm, said in published.items() if said}
+    if rungs:
+        base = trained(next(iter(rungs)))
+        ladder = [round(trained(arm) / base, 4) if base else 0.0 for arm in rungs]
+        off = max(abs(here / said - 1) for here, said in zip(ladder, rungs.values(), strict=True))
+        found = {
+            "ladder": ladder,
+            "ladder_paper": list(rungs.values()),
+            "ladder_off": round(off, 4),
+        }
+    last = trained(list(arms)[-1])
+    for arm, name in ratio_names.items():
+        if name and trained(arm):
+            found[name] = round(last / trained(arm), 4)
+    return found

@@ -1,0 +1,155 @@
+"""The layout that the planner's search gives a job (`services/planner/layouts`): how many train,
+and the degrees of its engines. Its history is what the job's own trajectories will be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshrl.common.base.errors import ConfigError
+from meshrl.common.hardware.accelerators import Accelerator
+from meshrl.common.hardware.model_shapes import ModelShape
+from meshrl.services.planner.costs.rollout_costs import EngineGang
+from meshrl.services.planner.costs.training_costs import TrainingLayout, TrainingWork
+from meshrl.services.planner.layouts.allocation import LayoutPlan, TrainingOption, allocate
+from meshrl.services.planner.layouts.layout_nodes import LayoutNode
+from meshrl.services.planner.layouts.length_groups import (
+    LengthGroup,
+    choose_group_count,
+    group_by_quantiles,
+)
+from meshrl.services.planner.layouts.range_costs import GangServer, RangeCosts
+from meshrl.sim.cluster.model.workload import SimWorkload, TrajectoryScript
+from meshrl.sim.cluster.training_candidates import TrainingCandidates, TrainingCapabilities
+
+MAX_HISTORY = 1024  # trajectories of the history at most
+
+
+@dataclass(frozen=True, slots=True)
+class SimLayout:
+    """Who does what at the beginning."""
+
+    training: TrainingLayout
+    tensor_parallel_sizes: tuple[int, ...]  # degrees, falling
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutQuery:
+    """What a job's layout is searched for."""
+
+    name: str
+    shape: ModelShape
+    accelerator: Accelerator
+    nodes: Sequence[LayoutNode]
+    workload: SimWorkload
+    groups_per_step: int  # of a step,
+    group_size: int  # of so many trajectories
+    slots: int
+    tensor_parallel_sizes: Sequence[int]  # that engines may have
+    trainable: TrainingCapabilities
+
+
+def search_layout(query: LayoutQuery, uniform: bool) -> SimLayout:
+    """The layout with the shortest iteration; `uniform`: all engines have one degree. ConfigError
+    where nothing fits.
+    """
+    kinds = (
+        [[degree] for degree in query.tensor_parallel_sizes]
+        if uniform
+        else [list(query.tensor_parallel_sizes)]
+    )
+    found = [(plan, of) for of in kinds if (plan := _search_plan(query, of)) is not None]
+    if not found:
+        raise ConfigError(
+            f"no layout of job {query.name} fits on these hosts",
+            where="plan",
+            fix="Add hosts, or let engines have more accelerators: degrees = [2, 4]",
+        )
+    plan, degrees = min(found, key=lambda one: one[0].iteration_s)
+    return SimLayout(plan.training_option.layout, _fill_idle_workers(query.nodes, plan, degrees))
+
+
+def search_training_layout(query: LayoutQuery) -> TrainingLayout:
+    """The fastest way to train on the core that is asked for; ConfigError where it does not fit."""
+    kind, least = query.accelerator.kind, query.trainable.min_workers
+    ways = _list_candidates(query, _sample_length_groups(query))
+    if not ways:
+        raise ConfigError(
+            f"the core of job {query.name}, {least} {kind}, has no room for its states and a "
+            "trajectory's activations",
+            where="ranks",
+            fix="Give it more ranks, or split it: tensor, pipeline",
+        )
+    return min(ways, key=lambda way: way.train_s).layout
+
+
+def _search_plan(query: LayoutQuery, degrees: Sequence[int]) -> LayoutPlan | None:
+    groups = _sample_length_groups(query)
+    workers = sum(node.free_accelerators for node in query.nodes)
+    gangs = [EngineGang(query.shape, query.accelerator, degree) for degree in degrees]
+    servers = [GangServer.from_gang(gang, query.slots) for gang in gangs]
+    ranges = RangeCosts(servers, group_by_quantiles(groups, choose_group_count(workers)))
+    return allocate(ranges, query.nodes, _list_candidates(query, groups))
+
+
+def _list_candidates(query: LayoutQuery, groups: Sequence[LengthGroup]) -> Sequence[TrainingOption]:
+    tokens = sum(one.generated_tokens + one.prompt_tokens for one in groups)
+    squares = sum(one.requests * one.max_context_tokens**2 for one in groups)
+    work = TrainingWork(sum(one.requests for one in groups), tokens, squares)
+    profiles = {query.accelerator.kind: query.accelerator}
+    return TrainingCandidates(query.shape, work, profiles, query.trainable).list_candidates(
+        query.nodes
+    )
+
+
+def _sample_length_groups(query: LayoutQuery) -> list[LengthGroup]:
+    """The trajectories of a step, as from all along the run; each stands for several where they are
+    many.
+    """
+    total = query.groups_per_step * query.group_size
+    each = -(-total // MAX_HISTORY)
+    count = -(-total // each)
+    scripts = (query.workload.draw_script(-1 - n, 0, n / max(1, count - 1)) for n in range(count))
+    return [_build_length_group(script, each) for script in scripts]
+
+
+def _build_length_group(script: TrajectoryScript, requests: int) -> LengthGroup:
+    context, held, prompts, generated = script.prompt_tokens, 0.0, script.prompt_tokens, 0.0
+    for n, turn in enumerate(script.turns):
+        held += turn.tokens * (context + turn.tokens / 2)
+        context += turn.tokens
+        generated += turn.tokens
+        if n + 1 < len(script.turns):
+            context += turn.answer_tokens
+            prompts += turn.answer_tokens
+    tool_s = sum(turn.tool_s for turn in script.turns)
+    return LengthGroup(
+        requests,
+        requests * prompts,
+        requests * generated,
+        requests * held,
+        generated,
+        context,
+        prompts,
+        tool_s,
+        requests * tool_s,
+    )
+
+
+def _fill_idle_workers(
+    nodes: Sequence[LayoutNode], plan: LayoutPlan, degrees: Sequence[int]
+) -> tuple[int, ...]:
+    """The degrees of a plan's gangs, and of those that workers form whom it leaves idle."""
+    unit = plan.training_option.layout.tensor_parallel
+    used = Counter({place: unit * n for place, n in Counter(plan.training_places).items()})
+    found = [gang.degree for gang in plan.gangs]
+    for gang in plan.gangs:
+        used[gang.place] += gang.degree
+    for node in nodes:
+        left = node.free_accelerators - used[node.place]
+        for degree in sorted(degrees, reverse=True):
+            found += [degree] * (left // degree)
+            left %= degree
+    return tuple(sorted(found, reverse=True))

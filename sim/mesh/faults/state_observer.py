@@ -1,0 +1,171 @@
+"""A witness of a run: it reads Redis, the store and the ledgers raw, and keeps what would be gone
+by the end. It shares nothing with the services.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrl.common.api.transfer.bulk_permissions import GROUPS, WEIGHTS
+from meshrl.common.api.weights import TrajectoryGroup
+from meshrl.common.base.digest import compute_digest
+from meshrl.common.base.encoding.blob import unpack
+from meshrl.common.state.redis.keys import EVENTS
+from meshrl.common.weights.chunks.chunk_store import ChunkStore
+from meshrl.sim.mesh.faults.corruption import FileCorruption, read_without_atime
+from meshrl.sim.mesh.runtime.virtual_redis import VirtualRedis, get_script_name
+
+EventFields = tuple[str, dict[str, Any]]  # kind and fields of an event
+
+
+@dataclass(frozen=True)
+class ObservedGroup:
+    """A group as it lay in the store when a step that trains on it was about to be committed."""
+
+    oldest_version: int  # lowest version of a token that was trained; -1: none was
+    abandoned_above: int  # see meshrl.common.base.lineages
+
+
+@dataclass
+class FinalState:
+    """What there is of one job at the end, as it lies there."""
+
+    name: str = ""
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # of Redis' stream
+    history: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # and those it has lost
+    job_row: dict[str, str] = field(default_factory=dict)
+    group_rows: dict[int, dict[str, str]] = field(default_factory=dict)  # groups, by number
+    groups_by_state: dict[str, list[int]] = field(default_factory=dict)
+    leases: list[str] = field(default_factory=list)  # names that are still held
+    trained_groups: dict[tuple[int, int, int], ObservedGroup] = field(default_factory=dict)
+    unreadable_groups: set[tuple[int, int, int]] = field(
+        default_factory=set
+    )  # as in `trained`: unreadable
+    chunks: dict[str, bytes] = field(default_factory=dict)
+    ledgers: dict[str, bytes] = field(default_factory=dict)
+    checkpoints: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(
+        default_factory=list
+    )  # what was still there after the mesh had ended
+    errors: list[str] = field(default_factory=list)  # that ended a process, and should not have
+    corruptions: list[FileCorruption] = field(default_factory=list)  # what was done to files
+    lost_files: set[str] = field(
+        default_factory=set
+    )  # files that power cuts took, or a part of them
+    replaced_files: set[str] = field(
+        default_factory=set
+    )  # of those: in quarantine, and there again
+    start_error: str = ""  # why the mesh was not started again
+    finished_late_s: float = 0.0  # beyond the bound; 0: in time
+
+
+class StateObserver:
+    def __init__(self, redis: VirtualRedis, root: Path, job: str) -> None:
+        self._redis, self._root, self._name, self._job = redis, root, job, f"{{{job}}}"
+        self._trained_groups: dict[tuple[int, int, int], ObservedGroup] = {}
+        self._unreadable_groups: set[tuple[int, int, int]] = set()
+        self._events: list[tuple[str, str, dict[str, Any]]] = []  # of the stream, with ids
+        self._history: list[tuple[str, dict[str, Any]]] = []  # what Redis has lost since, too
+        self._known_events: set[tuple[str, str]] = set()  # events that are in it, by id and content
+        redis.command_listeners.append(self._on_command)
+        redis.reset_listeners.append(self._read_events)
+        redis.restart_listeners.append(self._drop_lost_events)
+
+    def _run_command(self, *words: Any) -> Any:
+        return self._redis.sync_client.execute_command(*words)
+
+    def _read_hash(self, key: str) -> dict[str, str]:
+        found = self._run_command("HGETALL", key)
+        if isinstance(found, dict):
+            return found
+        return dict(zip(found[::2], found[1::2], strict=True))
+
+    def _on_command(self, words: tuple[Any, ...]) -> None:
+        """Looks at what a step that is about to be committed was trained on."""
+        if get_script_name(words) != "commit_step" or words[3] != self._job:
+            return
+        self._read_events()
+        asked = json.loads(words[3 + int(words[2])])
+        for group in asked["groups"]:
+            row = self._read_hash(f"{self._job}:group:{group}")
+            if "digest" in row:
+                key = asked["lineage"], asked["step"], group
+                if (seen := self._read_group(row)) is not None:
+                    self._trained_groups.setdefault(key, seen)
+                else:
+                    self._unreadable_groups.add(key)
+
+    def _read_events(self) -> None:
+        """Takes in what the stream has got since the last look. What comes back with an older copy
+        of Redis is no news.
+        """
+        since = f"({self._events[-1][0]}" if self._events else "-"
+        for id_, fields in self._run_command("XRANGE", EVENTS, since, "+"):
+            told = json.loads(fields["fields"]) | json.loads(fields["extra"])
+            self._events.append((id_, fields["kind"], told))
+            event = id_, str(sorted(fields.items()))
+            if event not in self._known_events:
+                self._known_events.add(event)
+                self._history.append((fields["kind"], told))
+
+    def _drop_lost_events(self) -> None:
+        """The stream is as it was some time ago."""
+        newest = self._run_command("XREVRANGE", EVENTS, "+", "-", "COUNT", 1)
+        last = newest[0][0] if newest else ""
+        ids = [id_ for id_, _, _ in self._events]
+        del self._events[ids.index(last) + 1 if last in ids else 0 :]
+
+    def _filter_own(self, events: Iterable[EventFields]) -> list[EventFields]:
+        return [(kind, row) for kind, row in events if row.get("job") in (None, "", self._name)]
+
+    def _read_group(self, row: dict[str, str]) -> ObservedGroup | None:
+        """None: the group's file is gone or damaged."""
+        digest = row["digest"]
+        path = ChunkStore(self._root / "store").open_space(GROUPS).chunk_path(digest)
+        content = read_without_atime(path) if path.is_file() else b""
+        if compute_digest(content) != digest:
+            return None
+        versions = unpack(TrajectoryGroup, content).sampled_versions
+        oldest = int(versions.min()) if len(versions) else -1
+        return ObservedGroup(oldest, int(row.get("foreign_above", -1)))
+
+    def read_final_state(self) -> FinalState:
+        self._read_events()
+        found = FinalState(
+            self._name,
+            trained_groups=self._trained_groups,
+            job_row=self._read_hash(f"{self._job}:job"),
+        )
+        found.events = self._filter_own((kind, told) for _, kind, told in self._events)
+        found.history, found.unreadable_groups = (
+            self._filter_own(self._history),
+            self._unreadable_groups,
+        )
+        for state in ("open", "ready", "leased"):
+            members = self._run_command("ZRANGE", f"{self._job}:{state}", 0, -1)
+            found.groups_by_state[state] = [int(member) for member in members]
+        opened = (
+            group for kind, told in found.events if kind == "opened" for group in told["groups"]
+        )
+        for group in opened:
+            if row := self._read_hash(f"{self._job}:group:{group}"):
+                found.group_rows[group] = row
+        now_ms = self._redis.clock.wall() * 1000
+        for name in sorted(
+            {told["name"] for _, kind, told in self._events if kind == "registered"}
+        ):
+            entry = self._read_hash(f"{{mesh}}:entry:{name}")
+            if entry.get("gone") != "1" and float(entry.get("expires_ms", 0)) > now_ms:
+                found.leases.append(name)
+        for space in (WEIGHTS, GROUPS):
+            for path in sorted((self._root / "store" / space).glob("??/*")):
+                found.chunks[path.name] = read_without_atime(path)
+        for path in sorted(self._root.rglob("*.ledger")):
+            found.ledgers[str(path.relative_to(self._root))] = read_without_atime(path)
+        checkpoints = self._root / "checkpoints"
+        found.checkpoints = sorted(path.name for path in checkpoints.glob("*"))
+        return found

@@ -1,1 +1,0 @@
-"""A virtual mesh from its start to its end, without anything that fails. Open `world.py` first."""

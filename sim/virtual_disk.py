@@ -1,0 +1,182 @@
+"""The disk of a virtual machine: it is full or slow, and it knows what a power cut leaves.
+
+Files are real; whatever syncs one tells the disk (`meshrl.common.base.files.disk_sync`). A file
+that
+was synced has its content and its name after a power cut, as on ext4 and XFS; what was appended
+since then is there in part; a rename or a removal counts once its directory was synced. A disk that
+lies counts no sync of what it lies about.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshrl.common.base.files.disk_sync import simulate_disk
+from meshrl.common.base.random import Random
+
+MEAN_DELAY_S = 0.0005  # mean of what a piece of blocking work waits when the disk is well
+_DEFAULT_FILE_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
+@dataclass
+class _DurableState:
+    """What is on the platter, by inode."""
+
+    file_bytes: dict[int, int] = field(default_factory=dict)  # of files: bytes that were synced
+    directory_entries: dict[int, dict[str, int]] = field(default_factory=dict)  # of directories
+
+
+class VirtualDisk:
+    """`root` is what it holds; beside it lies a directory of the disk's own."""
+
+    def __init__(self, root: Path) -> None:
+        self.max_file_bytes: int | None = (
+            None  # no file grows beyond it; None: the disk is not full
+        )
+        self.mean_delay_s = MEAN_DELAY_S
+        self.skips_sync: Callable[[str], bool] | None = (
+            None  # about which paths, relative to the root
+        )
+        self._root = root.resolve()
+        self._links_dir = root.with_name(f"{root.name}.disk")  # a link to each file, named by inode
+        self._durable = _DurableState()
+
+    @property
+    def is_full(self) -> bool:
+        return self.max_file_bytes is not None
+
+    @contextmanager
+    def limit_writes(self) -> Iterator[None]:
+        """Whoever writes here meets the disk's bound: EFBIG, by the kernel, from any library."""
+        if self.max_file_bytes is None:
+            yield
+            return
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.max_file_bytes, _DEFAULT_FILE_LIMIT[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, _DEFAULT_FILE_LIMIT)
+
+    def get_max_file_bytes(self) -> int:
+        """The longest that a file may be, in bytes; -1: any length."""
+        return -1 if self.max_file_bytes is None else self.max_file_bytes
+
+    def check_has_space(self) -> None:
+        """ENOSPC where not a byte has room."""
+        if self.max_file_bytes == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def clear_faults(self) -> None:
+        """There is room, and it is fast."""
+        self.max_file_bytes, self.mean_delay_s = None, MEAN_DELAY_S
+
+    # -- what is durable -------------------------------------------------------------------------
+
+    def start_tracking(self) -> None:
+        """From here on it is known what a power cut leaves; what is there now is durable."""
+        simulate_disk(self._record_sync)
+        self._mark_all_durable()
+
+    def _mark_all_durable(self) -> None:
+        self.skips_sync = None
+        shutil.rmtree(self._links_dir, ignore_errors=True)
+        self._links_dir.mkdir()
+        self._durable = _DurableState()
+        for directory, _, files in os.walk(self._root):
+            self._record_directory(directory)
+            for name in files:
+                path = os.path.join(directory, name)
+                self._durable.file_bytes[os.lstat(path).st_ino] = os.lstat(path).st_size
+
+    def _record_sync(self, descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not path.startswith(f"{self._root}/") and path != str(self._root):
+            return
+        if self.skips_sync is not None and self.skips_sync(path[len(str(self._root)) + 1 :]):
+            return
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            self._record_directory(path)
+        else:
+            self._durable.file_bytes[status.st_ino] = status.st_size
+            self._link_inode(path, status.st_ino)
+        self._record_name(path, status.st_ino)
+
+    def _record_directory(self, path: str) -> None:
+        found = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                found[entry.name] = entry.inode()
+                if not entry.is_dir(follow_symlinks=False):
+                    self._link_inode(entry.path, entry.inode())
+        self._durable.directory_entries[os.stat(path).st_ino] = found
+
+    def _record_name(self, path: str, inode: int) -> None:
+        """Its own name is durable, and those of the directories that it is in."""
+        while path != str(self._root):
+            parent, name = os.path.split(path)
+            above = os.stat(parent).st_ino
+            known = self._durable.directory_entries.setdefault(above, {})
+            if known.get(name) == inode:
+                return
+            known[name] = inode
+            path, inode = parent, above
+
+    def _link_inode(self, path: str, inode: int) -> None:
+        kept = self._links_dir / str(inode)
+        if not os.path.lexists(kept):  # a symbolic link may lead nowhere yet
+            os.link(path, kept, follow_symlinks=False)
+
+    # -- a power cut -----------------------------------------------------------------------------
+
+    def cut_power(self, random: Random) -> set[str]:
+        """Puts the root as it is after a power cut; what is missing or shorter now. Of what was
+        appended to a file and not synced a part is there, from none to all of it. Nobody may have
+        a file open.
+        """
+        before = self._read_sizes()
+        after = self._root.with_name(f"{self._root.name}.after")
+        after.mkdir()
+        self._rebuild_directory(os.stat(self._root).st_ino, after, random)
+        for path in self._root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in after.iterdir():
+            path.rename(self._root / path.name)
+        after.rmdir()
+        self._mark_all_durable()
+        now = self._read_sizes()
+        return {name for name, size in before.items() if now.get(name, -1) < size}
+
+    def _read_sizes(self) -> dict[str, int]:
+        return {
+            str(path.relative_to(self._root)): path.lstat().st_size
+            for path in self._root.rglob("*")
+            if not path.is_dir()
+        }
+
+    def _rebuild_directory(self, inode: int, target: Path, random: Random) -> None:
+        for name, child in sorted(self._durable.directory_entries.get(inode, {}).items()):
+            kept = self._links_dir / str(child)
+            if os.path.lexists(kept):
+                os.link(kept, target / name, follow_symlinks=False)
+                status, durable = (target / name).lstat(), self._durable.file_bytes.get(child, 0)
+                if stat.S_ISREG(status.st_mode) and status.st_size > durable:
+                    drawn = random.child(f"{durable} of {status.st_size}")
+                    os.truncate(target / name, drawn.randint(durable, status.st_size))
+                    os.utime(target / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+            else:
+                (target / name).mkdir()
+                self._rebuild_directory(child, target / name, random)
+
+    def close(self) -> None:
+        """Removes what the disk keeps for itself."""
+        simulate_disk(None)
+        shutil.rmtree(self._links_dir, ignore_errors=True)
