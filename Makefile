@@ -91,6 +91,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
+	.ci/prose
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
